@@ -1,0 +1,89 @@
+"""Momentum-gradient alignment: first moments, cosine similarity and scores (paper, section 3)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from magma_optax._blocks import AxisName, Blocks
+
+
+def update_momentum(momentum: jax.Array, gradient: jax.Array, b1: Any) -> jax.Array:
+    """mu_t = b1 mu_{t-1} + (1 - b1) g_t, in float32 or wider; elements with non-finite g stay."""
+    mu, g = widen(momentum), widen(gradient)
+    return keep_finite(g, b1 * mu + (1 - b1) * g, mu)
+
+
+def keep_finite(gradient: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """``new`` where the gradient is finite, else ``old``: one NaN must not poison an average."""
+    return jnp.where(jnp.isfinite(gradient), new, old)
+
+
+def cosine_similarity(
+    mu: dict[str, jax.Array],
+    g: dict[str, jax.Array],
+    blocks: dict[str, Blocks],
+    axis_name: AxisName = None,
+) -> dict[str, jax.Array]:
+    """cossim(mu, g) of every block, exact at any scale: no epsilon.
+
+    Args:
+      mu: first moments by path, real or complex.
+      g: gradients by path, of the same shapes.
+      blocks: the masked leaves.
+      axis_name: mesh axes that shard the leaves inside ``shard_map``.
+
+    Returns:
+      float32 arrays of the blocks' shapes in [-1, 1], by path: 0 where a vector is zero, NaN where
+      a sum is not finite.
+    """
+    products = {}
+    for path, cut in blocks.items():
+        x, y = widen(mu[path]), widen(g[path])
+        products[path] = (cut.sum(_inner(x, y)), cut.sum(_inner(x, x)), cut.sum(_inner(y, y)))
+    products = _sum_over_mesh(products, blocks, axis_name)
+    return {path: _cosine(*sums).astype(jnp.float32) for path, sums in products.items()}
+
+
+def _cosine(xy: jax.Array, xx: jax.Array, yy: jax.Array) -> jax.Array:
+    # Two inverse roots: the product xx * yy would underflow for vectors of norm 1e-10.
+    cosine = jnp.clip(xy * _inverse_root(xx) * _inverse_root(yy), -1, 1)
+    return jnp.where(jnp.isfinite(xy + xx + yy), cosine, jnp.nan)
+
+
+def _inverse_root(square: jax.Array) -> jax.Array:
+    """1 / sqrt(square), and 0 at 0, where the derivative is 0 too."""
+    positive = square > 0
+    return jnp.where(positive, jax.lax.rsqrt(jnp.where(positive, square, 1)), 0)
+
+
+def _inner(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Elements whose sum is Re <x, y>."""
+    if jnp.iscomplexobj(x):
+        return x.real * y.real + x.imag * y.imag
+    return x * y
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Cast floats narrower than float32 to float32; leave wider and complex arrays."""
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+
+
+def _sum_over_mesh(
+    products: dict[str, Any], blocks: dict[str, Blocks], axis_name: AxisName
+) -> dict[str, Any]:
+    """Sum over the mesh axes that shard a block, in one collective for each set of axes."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for path, cut in blocks.items():
+        axes = tuple(name for name in names if name not in cut.axis_names)
+        groups.setdefault(axes, []).append(path)
+    return {
+        path: sums
+        for axes, paths in groups.items()
+        for path, sums in _psum({p: products[p] for p in paths}, axes).items()
+    }
+
+
+def _psum(tree: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+    return jax.lax.psum(tree, axes) if axes else tree

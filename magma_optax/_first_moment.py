@@ -1,0 +1,228 @@
+"""Which leaves of a base optimizer's state are EMAs of the raw gradient.
+
+The type of a state does not tell: ADOPT keeps a preconditioned average in the `ScaleByAdamState`
+in which Adam keeps mu. So the base's own update is traced and read: a state leaf counts if its new
+value is a * old + b * g, for the gradient g of one parameter and numbers 0 < a < 1 and b > 0.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from magma_optax._paths import path_string
+
+
+class _Number(NamedTuple):
+    """A number, or an array filled with it; ``value`` is None if only a running program knows it.
+
+    ``steady`` means that it depends on nothing but constants, hyperparameters and this step's
+    gradient (clipping): an average weighted by a learned step size is no EMA of the raw gradient.
+    """
+
+    value: float | None
+    steady: bool
+
+
+class _Linear(NamedTuple):
+    """A sum of inputs times numbers; states have indices from 0 up, gradients from -1 down."""
+
+    terms: dict[int, _Number]
+
+    @property
+    def steady(self) -> bool:
+        return all(index < 0 for index in self.terms)
+
+
+class _Other(NamedTuple):
+    """Any other array."""
+
+    steady: bool
+
+
+_Value = _Number | _Linear | _Other
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2"}
+_IDENTITIES = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sharding_constraint"}
+_ZERO, _MINUS_ONE = _Number(0.0, True), _Number(-1.0, True)
+
+
+def find_emas(update: Callable[..., Any], gradients: Any, state: Any) -> dict[str, int]:
+    """Return where ``state`` keeps the EMA of each parameter's gradient.
+
+    Args:
+      update: the base's update function.
+      gradients: a tree of arrays shaped like the parameters.
+      state: the base's state.
+
+    Returns:
+      Indices into ``jax.tree.leaves(state)``, by the path of the parameter, for those parameters
+      that have an EMA. Empty if ``update`` wants extra arguments that only a real step has.
+    """
+    leaves, treedef = jax.tree.flatten((gradients, state))
+    avals = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+    return _find_emas(update, treedef, avals)
+
+
+@functools.lru_cache(maxsize=64)
+def _find_emas(update: Callable[..., Any], treedef: Any, avals: tuple[Any, ...]) -> dict[str, int]:
+    inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
+    gradients, state = jax.tree.unflatten(treedef, inputs)
+    try:
+        closed = jax.make_jaxpr(lambda g, s, p: update(g, s, p)[1])(gradients, state, gradients)
+    except Exception:  # A fault of the base itself shows again at the real update.
+        return {}
+    paths = _paths(gradients)
+    values: list[_Value] = [_Linear({~n: _Number(1.0, True)}) for n in range(len(paths))]
+    values += [
+        _state_input(n, path, aval)
+        for n, (path, aval) in enumerate(zip(_paths(state), inputs[len(paths) :], strict=True))
+    ]
+    values += [_Other(False)] * len(paths)
+
+    found: dict[str, int] = {}
+    for index, output in enumerate(_evaluate(closed.jaxpr, closed.consts, values)):
+        gradient = _ema_of(index, output)
+        if gradient is not None:
+            found.setdefault(paths[gradient], index)
+    return found
+
+
+def _paths(tree: Any) -> list[str]:
+    return [path_string(key_path) for key_path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _state_input(index: int, path: str, aval: jax.ShapeDtypeStruct) -> _Value:
+    if "hyperparams" in path.split("/"):  # optax.inject_hyperparams: numbers that a person set
+        return _Number(None, True)
+    if jnp.issubdtype(aval.dtype, jnp.inexact):
+        return _Linear({index: _Number(1.0, True)})
+    return _Number(None, False) if aval.shape == () else _Other(False)
+
+
+def _ema_of(state: int, value: _Value) -> int | None:
+    """The gradient of which ``value`` is the EMA that continues ``state``, if it is one."""
+    if not isinstance(value, _Linear) or len(value.terms) != 2 or state not in value.terms:
+        return None
+    (gradient,) = value.terms.keys() - {state}
+    a, b = value.terms[state], value.terms[gradient]
+    decays = a.steady and (a.value is None or 0 < a.value < 1)
+    mixes = b.steady and (b.value is None or b.value > 0)
+    return ~gradient if gradient < 0 and decays and mixes else None
+
+
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value]) -> list[_Value]:
+    """Interpret a jaxpr over `_Value`."""
+    env: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    env.update({var: _constant(const) for var, const in zip(jaxpr.constvars, consts, strict=True)})
+
+    def read(atom: Any) -> _Value:
+        return _constant(atom.val) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        results = _apply(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _apply(eqn: Any, values: list[_Value]) -> list[_Value]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        return _call(params.get("jaxpr", params.get("call_jaxpr")), values)
+    if name == "cond":
+        branches = [_call(branch, values[1:]) for branch in params["branches"]]
+        results = [_choose(values[0], cases) for cases in zip(*branches, strict=True)]
+    elif name in _IDENTITIES or (name == "integer_pow" and params["y"] == 1):
+        return values
+    else:
+        results = [_arithmetic(name, values)] * len(eqn.outvars)
+    other = _Other(all(value.steady for value in values))
+    return [
+        result or (_Number(None, other.steady) if var.aval.shape == () else other)
+        for var, result in zip(eqn.outvars, results, strict=True)
+    ]
+
+
+def _arithmetic(name: str, values: list[_Value]) -> _Value | None:
+    """The result of an operation that keeps numbers or linear sums; None for all others."""
+    match name, values:
+        case "broadcast_in_dim" | "reshape", [_Number() as x, *_]:
+            return x
+        case "neg", [x]:
+            return _times(x, _MINUS_ONE)
+        case "mul", [_Number() as x, y]:
+            return _times(y, x)
+        case "mul", [x, _Number() as y]:
+            return _times(x, y)
+        case "div", [x, _Number() as y]:
+            return _times(x, _Number(1 / y.value if y.value else None, y.steady))
+        case "add" | "add_any", [x, y]:
+            return _plus(x, y)
+        case "sub", [x, y]:
+            return _plus(x, _times(y, _MINUS_ONE))
+        case "select_n", [index, *cases]:
+            return _choose(index, cases)
+    return None
+
+
+def _call(jaxpr: Any, values: list[_Value]) -> list[_Value]:
+    if isinstance(jaxpr, ClosedJaxpr):
+        return _evaluate(jaxpr.jaxpr, jaxpr.consts, values)
+    return _evaluate(jaxpr, (), values)
+
+
+def _constant(value: Any) -> _Value:
+    if jnp.shape(value) != ():
+        return _Other(True)
+    return _Number(None if jnp.iscomplexobj(value) else float(value), True)
+
+
+def _fold(op: Callable[[float, float], float], x: _Number, y: _Number) -> _Number:
+    steady = x.steady and y.steady
+    if x.value is None or y.value is None:
+        return _Number(None, steady)
+    return _Number(op(x.value, y.value), steady)
+
+
+def _times(x: _Value | None, y: _Number) -> Any:
+    match x:
+        case _Number():
+            return _fold(operator.mul, x, y)
+        case _Linear():
+            return _Linear({index: _times(factor, y) for index, factor in x.terms.items()})
+    return None
+
+
+def _plus(x: _Value | None, y: _Value | None) -> Any:
+    match x, y:
+        case _Number(), _Number():
+            return _fold(operator.add, x, y)
+        case _Linear(), _Linear():
+            shared = x.terms.keys() & y.terms.keys()
+            both = {index: _plus(x.terms[index], y.terms[index]) for index in shared}
+            return _Linear({**x.terms, **y.terms, **both})
+        case (_Linear() as linear, _Number(value=0.0)) | (_Number(value=0.0), _Linear() as linear):
+            return linear
+    return None
+
+
+def _choose(index: _Value, cases: Sequence[_Value]) -> _Value | None:
+    """One of ``cases``: a step that may be skipped or a gradient that may be clipped is linear."""
+    if all(case == cases[0] for case in cases):
+        return cases[0]
+    if not isinstance(index, _Number):
+        return None
+    if all(isinstance(case, _Number) for case in cases):
+        return _Number(None, index.steady and all(case.steady for case in cases))
+    if not all(isinstance(case, _Linear) for case in cases):
+        return None
+    terms = [case.terms for case in cases if isinstance(case, _Linear)]
+    return _Linear(
+        {
+            index: _Number(None, all(term.get(index, _ZERO).steady for term in terms))
+            for index in set().union(*terms)
+        }
+    )

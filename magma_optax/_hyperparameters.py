@@ -1,0 +1,80 @@
+"""The hyperparameters that `magma`, `with_magma` and `skip_update` share, checked once."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from magma_optax._blocks import GRANULARITIES, AxisName, BlockAxes, Blocks, Where, find_blocks
+from magma_optax._coins import raw_key
+
+Schedule = Callable[[jax.Array], ArrayLike]
+
+
+@dataclasses.dataclass
+class Hyperparameters:
+    """Arguments of `magma` by the same names and defaults; ``key`` becomes raw key data."""
+
+    survival_prob: ArrayLike | Schedule | str = 0.5
+    temperature: ArrayLike | Schedule = 2.0
+    b1: ArrayLike = 0.9
+    score_decay: ArrayLike | Schedule = 0.9
+    initial_score: ArrayLike = 0.5
+    damping: bool = True
+    rescale: bool = False
+    where: Where | None = None
+    blocks: str | BlockAxes = "leaf"
+    key: Any = 0
+    axis_name: AxisName = None
+    momentum_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.survival_prob, str) and self.survival_prob == "alignment"):
+            _check_number("survival_prob", self.survival_prob, lambda p: 0 < p <= 1, "in (0, 1]")
+        _check_number("temperature", self.temperature, lambda t: t > 0, "greater than 0")
+        _check_number("b1", self.b1, lambda b: 0 <= b < 1, "in [0, 1)", schedule=False)
+        _check_number("score_decay", self.score_decay, lambda b: 0 <= b < 1, "in [0, 1)")
+        _check_number(
+            "initial_score", self.initial_score, lambda s: 0 <= s <= 1, "in [0, 1]", schedule=False
+        )
+        for name in ("damping", "rescale"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not callable(self.blocks) and self.blocks not in GRANULARITIES:
+            raise ValueError(
+                f"blocks must be one of {', '.join(map(repr, GRANULARITIES))} or a function "
+                f"(path, leaf) -> axes such as stacked(0), got {self.blocks!r}"
+            )
+        if self.momentum_dtype is not None and not jnp.issubdtype(self.momentum_dtype, jnp.inexact):
+            raise ValueError(f"momentum_dtype must be a float dtype, got {self.momentum_dtype!r}")
+        names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
+        if self.axis_name is not None and not all(isinstance(name, str) for name in names):
+            raise TypeError(f"axis_name must be a mesh axis or a tuple of them, got {names!r}")
+        self.key = raw_key(self.key)
+
+    def find_blocks(self, tree: Any) -> dict[str, Blocks]:
+        """Return how each masked leaf of ``tree`` is cut."""
+        return find_blocks(tree, self.where, self.blocks)
+
+
+def at_step(value: ArrayLike | Schedule | str, step: jax.Array) -> jax.Array:
+    """Value of a number or a schedule at ``step``; float32 (), whatever its own dtype."""
+    return jnp.asarray(value(step) if callable(value) else value, jnp.float32)
+
+
+def _check_number(
+    name: str, value: Any, holds: Callable[[Any], bool], says: str, schedule: bool = True
+) -> None:
+    """Refuse wrong numbers; schedules and JAX arrays, which may be traced, pass."""
+    if isinstance(value, jax.Array) or (schedule and callable(value)):
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number | np.ndarray):
+        kinds = "a number or a schedule" if schedule else "a number"
+        kinds += ' or "alignment"' if name == "survival_prob" else ""
+        raise TypeError(f"{name} must be {kinds}, got {value!r}")
+    if not holds(value):  # Also refuses NaN.
+        raise ValueError(f"{name} must be {says}, got {value!r}")

@@ -1,0 +1,84 @@
+"""The step of Algorithm 1: scores, coins, and the masked update."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from magma_optax._alignment import cosine_similarity, widen
+from magma_optax._blocks import Blocks
+from magma_optax._coins import uniforms
+from magma_optax._hyperparameters import Hyperparameters, at_step
+from magma_optax._paths import map_by_path
+from magma_optax._state import MagmaState
+
+PerBlock = dict[str, jax.Array]
+
+
+def score_and_toss(
+    hp: Hyperparameters,
+    state: MagmaState,
+    blocks: dict[str, Blocks],
+    mu: dict[str, jax.Array],
+    g: dict[str, jax.Array],
+) -> tuple[PerBlock, PerBlock, dict[str, jax.Array | None]]:
+    """Algorithm 1 up to the multiplication, for every block.
+
+        s~_t = sigmoid(cossim(mu_t, g_t) / tau)
+        s_t  = 0.9 s_{t-1} + 0.1 s~_t
+        m_t  ~ Bernoulli(p)
+
+    A block whose gradient is not finite keeps its score.
+
+    Returns:
+      s_t (float32), m_t (bool) and the factor of a surviving update (float32; s_t with damping,
+      over p if rescaled; None for neither), each by path.
+    """
+    tau, decay = at_step(hp.temperature, state.step), at_step(hp.score_decay, state.step)
+    scores, probabilities = {}, {}
+    for path, cosine in cosine_similarity(mu, g, blocks, hp.axis_name).items():
+        previous = state.alignment[path]
+        finite = jnp.isfinite(cosine)
+        alignment = jnp.where(finite, jax.nn.sigmoid(cosine / tau), previous)
+        scores[path] = jnp.where(finite, decay * previous + (1 - decay) * alignment, previous)
+        probabilities[path] = alignment
+    if not isinstance(hp.survival_prob, str):
+        probabilities = dict.fromkeys(blocks, at_step(hp.survival_prob, state.step))
+
+    coins = toss(state, blocks, probabilities)
+    return scores, coins, {path: _factor(hp, scores[path], probabilities[path]) for path in blocks}
+
+
+def _factor(hp: Hyperparameters, score: jax.Array, probability: jax.Array) -> jax.Array | None:
+    if not hp.rescale:
+        return score if hp.damping else None
+    return (score if hp.damping else 1) / probability
+
+
+def toss(state: MagmaState, blocks: dict[str, Blocks], probabilities: PerBlock) -> PerBlock:
+    """m_t ~ Bernoulli(p) for every block; bool, by path."""
+    drawn = uniforms(state.key, state.step, blocks)
+    return {path: drawn[path] < probabilities[path] for path in blocks}
+
+
+def mask_updates(
+    updates: Any,
+    blocks: dict[str, Blocks],
+    coins: PerBlock,
+    factors: dict[str, jax.Array | None],
+) -> Any:
+    """Delta <- m factor Delta for every block; other leaves are returned as they are.
+
+    A dropped block is exactly zero, even where its update is not finite. Dtypes stay, and without
+    a factor so do the bits of a surviving block.
+    """
+
+    def mask(path: str, delta: jax.Array) -> jax.Array:
+        if path not in blocks:
+            return delta
+        delta, cut, factor = jnp.asarray(delta), blocks[path], factors[path]
+        if factor is not None:
+            delta = (widen(delta) * cut.expand(factor)).astype(delta.dtype)
+        return jnp.where(cut.expand(coins[path]), delta, jnp.zeros((), delta.dtype))
+
+    return map_by_path(mask, updates)

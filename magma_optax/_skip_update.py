@@ -1,0 +1,72 @@
+"""SkipUpdate: random masking of whole blocks, unbiased and without alignment."""
+
+from typing import Literal
+
+import optax
+from jax.typing import ArrayLike
+
+from magma_optax._blocks import BlockAxes, Where
+from magma_optax._hyperparameters import Hyperparameters, Schedule, at_step
+from magma_optax._masking import mask_updates, toss
+from magma_optax._state import init_state, next_step
+
+
+def skip_update(
+    survival_prob: ArrayLike | Schedule = 0.5,
+    *,
+    where: Where | None = None,
+    blocks: Literal["leaf", "row", "column", "element"] | BlockAxes = "leaf",
+    key: ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Skip the update of each block with probability 1 - p, and divide the others by p.
+
+    .. math::
+        m_t \sim \operatorname{Bernoulli}(p), \qquad \Delta_t \leftarrow \frac{m_t}{p} \Delta_t
+
+    The mean over coins is the update itself; what remains in expectation is a penalty on curvature
+    within blocks (Proposition 1 of the paper). The base's own state advances on every step. Needs
+    no gradient, so it is exact wherever it stands.
+
+    Example:
+      >>> import optax
+      >>> from magma_optax import attention_and_mlp, skip_update
+      >>> tx = optax.chain(optax.rmsprop(1e-3), skip_update(0.5, where=attention_and_mlp))
+
+    Args:
+      survival_prob: p, a number in (0, 1] or a schedule ``step -> p``.
+      where: which leaves are masked; as in `magma`.
+      blocks: what a block is; as in `magma`.
+      key: seed of the coins; as in `magma`. Equal keys give the coins of `magma`.
+
+    Returns:
+      A transformation with a `MagmaState` that holds a step and a key alone. ``update`` ignores
+      extra arguments.
+
+    Raises:
+      ValueError: a number out of its range or an unknown choice, here; leaves that do not match,
+        in ``init`` and ``update``, with their path.
+      TypeError: an argument of the wrong kind.
+
+    References:
+      Joo et al., `On Surprising Effectiveness of Masking Updates in Adaptive Optimizers`, 2026.
+    """
+    if isinstance(survival_prob, str):
+        raise TypeError(
+            "skip_update: survival_prob must be a number or a schedule, got "
+            f"{survival_prob!r}; magma(survival_prob='alignment') samples by alignment"
+        )
+    hp = Hyperparameters(survival_prob=survival_prob, where=where, blocks=blocks, key=key)
+
+    def init_fn(params):
+        hp.find_blocks(params)  # A `where` that selects nothing is refused before the first step.
+        return init_state(params, hp.key, {}, 0.5, None)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params, extra_args
+        cuts = hp.find_blocks(updates)
+        p = at_step(hp.survival_prob, state.step)
+        coins = toss(state, cuts, dict.fromkeys(cuts, p))
+        masked = mask_updates(updates, cuts, coins, dict.fromkeys(cuts, 1 / p))
+        return masked, state._replace(step=next_step(state.step))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,180 @@
+"""Magma as a wrapper of a base optimizer: exact, without extra arguments or buffers."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from magma_optax._alignment import update_momentum
+from magma_optax._blocks import AxisName, BlockAxes, Where
+from magma_optax._first_moment import find_emas
+from magma_optax._hyperparameters import Hyperparameters, Schedule
+from magma_optax._masking import mask_updates, score_and_toss
+from magma_optax._momentum import init_momentum, match_blocks, replace_momentum
+from magma_optax._paths import leaves_by_path
+from magma_optax._sparse_state import find_owners, hold_dropped
+from magma_optax._state import MagmaState, check_state, init_state, next_step
+
+
+class WithMagmaState(NamedTuple):
+    """State of `with_magma`.
+
+    Attributes:
+      magma: Magma's own state.
+      inner_state: the base optimizer's state.
+    """
+
+    magma: MagmaState
+    inner_state: Any
+
+
+def with_magma(
+    inner: optax.GradientTransformation,
+    survival_prob: ArrayLike | Schedule | Literal["alignment"] = 0.5,
+    temperature: ArrayLike | Schedule = 2.0,
+    *,
+    b1: ArrayLike = 0.9,
+    score_decay: ArrayLike | Schedule = 0.9,
+    initial_score: ArrayLike = 0.5,
+    damping: bool = True,
+    rescale: bool = False,
+    where: Where | None = None,
+    blocks: Literal["leaf", "row", "column", "element"] | BlockAxes = "leaf",
+    key: ArrayLike = 0,
+    axis_name: AxisName = None,
+    momentum_dtype: Any = None,
+    first_moment: Literal["auto", "own"] | Callable[[Any], Any] = "auto",
+    sparse_state: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap a base optimizer so that its updates are masked and damped by Magma.
+
+    Computes what ``optax.chain(inner, magma(...))`` with ``grad=`` does, from the gradients that it
+    hands to ``inner``. It can therefore read the first moment that the base keeps anyway: on Adam
+    and its kin it adds no buffer.
+
+    Example:
+      >>> import optax
+      >>> from magma_optax import attention_and_mlp, with_magma
+      >>> tx = with_magma(optax.adam(1e-3), where=attention_and_mlp)
+
+    Args:
+      inner: the base optimizer. Its state advances on every step, masked or not.
+      survival_prob: as in `magma`, like all up to ``momentum_dtype``.
+      temperature: see `magma`.
+      b1: see `magma`; used where an EMA of its own is kept.
+      score_decay: see `magma`.
+      initial_score: see `magma`.
+      damping: see `magma`.
+      rescale: see `magma`.
+      where: see `magma`.
+      blocks: see `magma`.
+      key: see `magma`.
+      axis_name: see `magma`.
+      momentum_dtype: see `magma`.
+      first_moment: where mu comes from. ``"auto"``: the base's state, for each parameter for which
+        the base keeps an EMA of the raw gradient there (adam, adamw, nadam, amsgrad, radam, yogi,
+        lamb, lion, muon, sgd with momentum, ...; found by reading the base's update, also through
+        ``partition`` and ``masked``), and an EMA of its own for the others. ``"own"``: always its
+        own. Or a function from the new state of ``inner`` to a tree like the parameters.
+      sparse_state: the paper's ablation "sparse momentum": what ``inner`` keeps of a masked block
+        (and Magma's own EMA) does not advance on that step. Its score does.
+
+    Returns:
+      A transformation with a `WithMagmaState`; extra arguments go to ``inner``.
+
+    Raises:
+      ValueError: as `magma`; or, with ``sparse_state``, blocks within a leaf of which ``inner``
+        keeps a state of another shape.
+      TypeError: an argument of the wrong kind.
+
+    References:
+      Joo et al., `On Surprising Effectiveness of Masking Updates in Adaptive Optimizers`, 2026.
+    """
+    hp = Hyperparameters(
+        survival_prob, temperature, b1, score_decay, initial_score, damping, rescale, where, blocks,
+        key, axis_name, momentum_dtype,
+    )  # fmt: skip
+    if not callable(first_moment) and first_moment not in ("auto", "own"):
+        raise ValueError(
+            'first_moment must be "auto", "own" or a function of the base\'s state, got '
+            f"{first_moment!r}"
+        )
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            f"with_magma wraps an optax.GradientTransformation, got {inner!r}; magma() is the link "
+            "of a chain"
+        )
+    inner = optax.with_extra_args_support(inner)
+
+    def base_moments(gradients, inner_state):
+        """Index in the base's state of the first moment of each leaf that has one there."""
+        if first_moment != "auto":
+            return {}
+        return find_emas(inner.update, gradients, inner_state)
+
+    def own_momentum(params, inner_state, cuts):
+        """Zeros for the leaves whose first moment the base does not keep; None without any."""
+        if callable(first_moment):
+            return None
+        own = cuts.keys() - base_moments(params, inner_state).keys()
+        if own or _has_masks(inner_state) or would_own(params):
+            return init_momentum(params, own, hp.momentum_dtype)
+        return None
+
+    def would_own(params):
+        """For the leafless tree of `optax.tree.map_params`: what init does with a real one."""
+        if jax.tree.leaves(params):
+            return False
+        matrix = jnp.zeros((2, 2))
+        return not base_moments(matrix, inner.init(matrix))
+
+    def init_fn(params):
+        cuts = hp.find_blocks(params)
+        inner_state = inner.init(params)
+        if sparse_state:
+            find_owners(inner, inner_state, params, cuts)  # Refuses what it cannot hold.
+        momentum = own_momentum(params, inner_state, cuts)
+        magma_state = init_state(params, hp.key, cuts, hp.initial_score, momentum)
+        return WithMagmaState(magma_state, inner_state)
+
+    def first_moments(updates, old_inner, new_inner, own, g, cuts):
+        if callable(first_moment):
+            mu = leaves_by_path(first_moment(new_inner))
+        else:
+            leaves = jax.tree.leaves(new_inner)
+            mu = {path: leaves[n] for path, n in base_moments(updates, old_inner).items()}
+            mu |= {path: update_momentum(own[path], g[path], hp.b1) for path in own}
+        return match_blocks(mu, updates, cuts, "first_moment")
+
+    def update_fn(updates, state, params=None, **extra_args):
+        state, old_inner = state.magma, state.inner_state
+        cuts = hp.find_blocks(updates)
+        check_state(state, cuts)
+        delta, new_inner = inner.update(updates, old_inner, params, **extra_args)
+
+        g = match_blocks(updates, updates, cuts, "updates")
+        own = match_blocks(state.momentum, updates, leaves_by_path(state.momentum), "momentum")
+        mu = first_moments(updates, old_inner, new_inner, own, g, cuts)
+        scores, coins, factors = score_and_toss(hp, state, cuts, mu, g)
+        if sparse_state:
+            new_inner = hold_dropped(inner, new_inner, old_inner, updates, cuts, coins)
+            mu |= {p: jnp.where(cuts[p].expand(coins[p]), mu[p], old) for p, old in own.items()}
+        state = MagmaState(
+            step=next_step(state.step),
+            key=state.key,
+            alignment=scores if cuts else state.alignment,
+            momentum=replace_momentum(state.momentum, mu),
+        )
+        return mask_updates(delta, cuts, coins, factors), WithMagmaState(state, new_inner)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _has_masks(inner_state: Any) -> bool:
+    """Whether the base masks parameters, so that its own state needs `is_leaf` to be mapped."""
+    masks = (optax.MaskedState, optax.PartitionState)
+    nodes = jax.tree.leaves(inner_state, is_leaf=lambda node: isinstance(node, masks))
+    return any(isinstance(node, masks) for node in nodes)
