@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from magma_optax._paths import path_string
@@ -50,24 +51,29 @@ _IDENTITIES = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sh
 _ZERO, _MINUS_ONE = _Number(0.0, True), _Number(-1.0, True)
 
 
-def find_emas(update: Callable[..., Any], gradients: Any, state: Any) -> dict[str, int]:
-    """Return where ``state`` keeps the EMA of each parameter's gradient.
+class FirstMoments:
+    """Finds the EMA of each parameter's gradient in a base's state; reads each tree but once."""
 
-    Args:
-      update: the base's update function.
-      gradients: a tree of arrays shaped like the parameters.
-      state: the base's state.
+    def __init__(self, update: Callable[..., Any]) -> None:
+        """Take the base's update function."""
+        self._find = functools.lru_cache(functools.partial(_find_emas, update))
 
-    Returns:
-      Indices into ``jax.tree.leaves(state)``, by the path of the parameter, for those parameters
-      that have an EMA. Empty if ``update`` wants extra arguments that only a real step has.
-    """
-    leaves, treedef = jax.tree.flatten((gradients, state))
-    avals = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-    return _find_emas(update, treedef, avals)
+    def find(self, gradients: Any, state: Any) -> dict[str, int]:
+        """Return where ``state`` keeps the EMA of each parameter's gradient.
+
+        Args:
+          gradients: a tree of arrays shaped like the parameters.
+          state: the base's state.
+
+        Returns:
+          Indices into ``jax.tree.leaves(state)``, by the path of the parameter, for those
+          parameters that have an EMA. Empty if the update wants extra arguments that only a real
+          step has.
+        """
+        leaves, treedef = jax.tree.flatten((gradients, state))
+        return self._find(treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
 
 
-@functools.lru_cache(maxsize=64)
 def _find_emas(update: Callable[..., Any], treedef: Any, avals: tuple[Any, ...]) -> dict[str, int]:
     inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
     gradients, state = jax.tree.unflatten(treedef, inputs)
@@ -177,7 +183,9 @@ def _call(jaxpr: Any, values: list[_Value]) -> list[_Value]:
 def _constant(value: Any) -> _Value:
     if jnp.shape(value) != ():
         return _Other(True)
-    return _Number(None if jnp.iscomplexobj(value) else float(value), True)
+    if isinstance(value, Tracer) or jnp.iscomplexobj(value):  # a hyperparameter under vmap or grad
+        return _Number(None, True)
+    return _Number(float(value), True)
 
 
 def _fold(op: Callable[[float, float], float], x: _Number, y: _Number) -> _Number:

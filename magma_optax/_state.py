@@ -49,12 +49,13 @@ def init_state(
 def check_state(state: MagmaState, blocks: dict[str, Blocks]) -> None:
     """Raise a ValueError that names the leaf where the state and the updates differ."""
     scores = state.alignment if isinstance(state.alignment, dict) else {}
-    for path in blocks.keys() ^ scores.keys():
-        here, there = ("updates", "state") if path in blocks else ("state", "updates")
+    for path in [*blocks, *scores]:
+        if path in blocks and path in scores:
+            continue
+        where = "updates but not in the state" if path in blocks else "state but not in the updates"
         raise ValueError(
-            f"the {here} have a block {path!r} that the {there} do not: the state comes from other "
-            "parameters, `where` or `blocks`. Call init with these, or see the docs on adding "
-            "parameters to a checkpoint"
+            f"block {path!r} is in the {where}: the state comes from other parameters, `where` or "
+            "`blocks`. Call init with these, or see the docs on adding parameters to a checkpoint"
         )
     for path, cut in blocks.items():
         if scores[path].shape != cut.shape:

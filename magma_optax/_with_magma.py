@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from magma_optax._alignment import update_momentum
 from magma_optax._blocks import AxisName, BlockAxes, Where
-from magma_optax._first_moment import find_emas
+from magma_optax._first_moment import FirstMoments
 from magma_optax._hyperparameters import Hyperparameters, Schedule
 from magma_optax._masking import mask_updates, score_and_toss
 from magma_optax._momentum import init_momentum, match_blocks, replace_momentum
@@ -108,12 +108,11 @@ def with_magma(
             "of a chain"
         )
     inner = optax.with_extra_args_support(inner)
+    moments = FirstMoments(inner.update)
 
     def base_moments(gradients, inner_state):
         """Index in the base's state of the first moment of each leaf that has one there."""
-        if first_moment != "auto":
-            return {}
-        return find_emas(inner.update, gradients, inner_state)
+        return moments.find(gradients, inner_state) if first_moment == "auto" else {}
 
     def own_momentum(params, inner_state, cuts):
         """Zeros for the leaves whose first moment the base does not keep; None without any."""
