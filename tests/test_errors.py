@@ -116,7 +116,7 @@ class TestGrad:
 
     def test_other_names(self):
         grad = {"layers": [{"kernel": x["w"]} for x in PARAMS["layers"]], "bias": jnp.ones(3)}
-        with pytest.raises(ValueError, match="first at 'layers/0/w': .* 'layers/0/kernel'"):
+        with pytest.raises(ValueError, match=r"first at 'layers/0/w': .* 'layers/0/kernel'"):
             self.update(grad)
 
     def test_other_shape(self):
@@ -125,11 +125,11 @@ class TestGrad:
             self.update(grad)
 
     def test_wrapped_in_another_container(self):
-        with pytest.raises(ValueError, match="first at 'bias': .* 'params/bias'"):
+        with pytest.raises(ValueError, match=r"first at 'bias': .* 'params/bias'"):
             self.update({"params": PARAMS})
 
     def test_empty(self):
-        with pytest.raises(ValueError, match="first at 'bias': .* which is empty"):
+        with pytest.raises(ValueError, match=r"first at 'bias': .* which is empty"):
             self.update({})
 
 
@@ -151,7 +151,7 @@ class TestState:
 
 def test_first_moment_that_lacks_a_leaf():
     tx = wrapped(first_moment=lambda state: {"bias": state[0].mu["bias"]})
-    with pytest.raises(ValueError, match="`first_moment` differs .* first at 'layers/0/w'"):
+    with pytest.raises(ValueError, match=r"`first_moment` differs .* first at 'layers/0/w'"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 

@@ -1,4 +1,4 @@
-"""with_magma reuses the base's first moment where it is an EMA of the raw gradient, else its own."""
+"""with_magma takes the base's first moment where it is an EMA of the raw gradient, else its own."""
 
 import inspect
 

@@ -1,0 +1,42 @@
+"""The code in the README and in the docs runs as printed; the README's files exist."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page, language):
+    fences = re.findall(r"^```(\S*)\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    return [text for name, text in fences if name == language]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for number, block in enumerate(blocks(page, "python"), 1):
+        exec(compile(block, f"{page} (block {number})", "exec"), namespace)
+
+
+def test_readme_has_two_commands():
+    train, test = blocks("README.md", "sh")
+    assert train.count("\n") == test.count("\n") == 1
+    assert "examples.llama.train --magma" in train and "pytest" in test
+
+
+def test_file_tree_is_true():
+    (tree,) = [b for b in blocks("README.md", "") if "magma_optax/" in b]
+    named = set(re.findall(r"_\w+\.py", tree))
+    assert named == {f.name for f in (ROOT / "magma_optax").glob("_*.py")} - {"__init__.py"}
+    for path in re.findall(r"^\w[\w/]*(?:\.py|/)", tree, re.M):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_within_the_project_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
