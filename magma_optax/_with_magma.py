@@ -102,7 +102,7 @@ def with_magma(
             'first_moment must be "auto", "own" or a function of the base\'s state, got '
             f"{first_moment!r}"
         )
-    if not isinstance(inner, optax.GradientTransformation):
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(
             f"with_magma wraps an optax.GradientTransformation, got {inner!r}; magma() is the link "
             "of a chain"
