@@ -12,7 +12,7 @@ from magma_optax._blocks import AxisName, BlockAxes, Where
 from magma_optax._hyperparameters import Hyperparameters, Schedule
 from magma_optax._masking import mask_updates, score_and_toss
 from magma_optax._momentum import init_momentum, match_blocks, replace_momentum
-from magma_optax._state import MagmaState, check_state, init_state, next_step
+from magma_optax._state import MagmaState, check_kind, check_state, init_state, next_step
 
 
 def magma(
@@ -116,6 +116,7 @@ def magma(
     def update_fn(updates, state, params=None, *, grad=None, **extra_args):
         del params, extra_args
         nonlocal warned
+        check_kind(state, MagmaState)
         cuts = hp.find_blocks(updates)
         check_state(state, cuts)
         old = match_blocks(state.momentum, updates, cuts, "momentum")

@@ -53,8 +53,8 @@ def match_blocks(tree: Any, updates: Any, paths: Iterable[str], name: str) -> di
             instead = f"; it has {others[0]!r}, which they do not" if others else ", which is empty"
             raise ValueError(
                 f"`{name}` differs from the updates, first at {path!r}: there is no such leaf in "
-                f"`{name}`{instead}. It must have the structure of the updates; inside a wrapper that "
-                "rearranges them (optax.flatten, split_real_and_imaginary) use with_magma"
+                f"`{name}`{instead}. It must have the structure of the updates; inside wrappers "
+                "that rearrange them (optax.flatten, split_real_and_imaginary) use with_magma"
             )
         if jnp.shape(leaves[path]) != jnp.shape(shapes[path]):
             raise ValueError(

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from magma_optax._blocks import BlockAxes, Where
 from magma_optax._hyperparameters import Hyperparameters, Schedule, at_step
 from magma_optax._masking import mask_updates, toss
-from magma_optax._state import init_state, next_step
+from magma_optax._state import MagmaState, check_kind, init_state, next_step
 
 
 def skip_update(
@@ -63,6 +63,7 @@ def skip_update(
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
+        check_kind(state, MagmaState)
         cuts = hp.find_blocks(updates)
         p = at_step(hp.survival_prob, state.step)
         coins = toss(state, cuts, dict.fromkeys(cuts, p))

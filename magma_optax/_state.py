@@ -46,6 +46,16 @@ def init_state(
     return MagmaState(jnp.zeros((), jnp.int32), jnp.array(key), alignment, momentum)
 
 
+def check_kind(state: Any, kind: type) -> None:
+    """Raise a ValueError if ``state`` is not the tuple that ``init`` returned."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"update expects a {kind.__name__}, got a {type(state).__name__}: the state of another "
+            "optimizer, or a checkpoint restored without a target, which comes back as dicts and "
+            "lists; restore onto jax.eval_shape(tx.init, params)"
+        )
+
+
 def check_state(state: MagmaState, blocks: dict[str, Blocks]) -> None:
     """Raise a ValueError that names the leaf where the state and the updates differ."""
     scores = state.alignment if isinstance(state.alignment, dict) else {}

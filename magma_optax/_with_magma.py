@@ -16,7 +16,7 @@ from magma_optax._masking import mask_updates, score_and_toss
 from magma_optax._momentum import init_momentum, match_blocks, replace_momentum
 from magma_optax._paths import leaves_by_path
 from magma_optax._sparse_state import find_owners, hold_dropped
-from magma_optax._state import MagmaState, check_state, init_state, next_step
+from magma_optax._state import MagmaState, check_kind, check_state, init_state, next_step
 
 
 class WithMagmaState(NamedTuple):
@@ -146,9 +146,15 @@ def with_magma(
             leaves = jax.tree.leaves(new_inner)
             mu = {path: leaves[n] for path, n in base_moments(updates, old_inner).items()}
             mu |= {path: update_momentum(own[path], g[path], hp.b1) for path in own}
+            for path in cuts.keys() - mu.keys():
+                raise ValueError(
+                    f"the state keeps no first moment of {path!r}: it comes from another base "
+                    "optimizer or `first_moment`. Call init with these"
+                )
         return match_blocks(mu, updates, cuts, "first_moment")
 
     def update_fn(updates, state, params=None, **extra_args):
+        check_kind(state, WithMagmaState)
         state, old_inner = state.magma, state.inner_state
         cuts = hp.find_blocks(updates)
         check_state(state, cuts)
