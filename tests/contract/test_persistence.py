@@ -184,9 +184,7 @@ def test_a_checkpoint_of_another_optimizer_is_named():
         mixed = on_rms.init(PARAMS)._replace(magma=on_adam.magma)
         on_rms.update(PARAMS, mixed, PARAMS)
     link = magma()
-    with pytest.raises(
-        ValueError, match="expects a MagmaState, got a WithMagmaState"
-    ):
+    with pytest.raises(ValueError, match="expects a MagmaState, got a WithMagmaState"):
         link.update(PARAMS, on_adam, PARAMS, grad=PARAMS)
     restored = on_adam._asdict()
     with pytest.raises(ValueError, match=r"expects a WithMagmaState, got a dict.*target"):
