@@ -37,11 +37,17 @@ def test_donated_state_and_parameters_twice_from_one_factory(tx):
 
 
 def test_traced_once_over_many_steps(tx):
-    chex.clear_trace_counter()
-    step = jax.jit(chex.assert_max_traces(functools.partial(update, tx), n=1))
+    traces = []
+
+    @jax.jit
+    def step(state):
+        traces.append(1)
+        return update(tx, state)
+
     state = tx.init(PARAMS)
     for _ in range(3):
         _, state = step(state)
+    assert len(traces) == 1
 
 
 def test_vmap_over_seeds_is_each_seed_alone(form):
@@ -74,13 +80,9 @@ def test_vmap_over_hyperparameters_is_each_alone():
         chex.assert_trees_all_close(one, alone, rtol=1e-5, atol=1e-9)
 
 
-def test_derivative_through_an_update_is_the_factor(form, tx):
+def test_derivative_through_an_update_is_the_factor(form):
     """d updates / d gradients of SGD: the factor of a surviving block, 0 of a dropped one."""
-    tx = (
-        form.wrap(optax.sgd(1.0), key=4, score_decay=0.0)
-        if form.name != "skip_update"
-        else (form.wrap(optax.sgd(1.0), key=4))
-    )
+    tx = form.wrap(optax.sgd(1.0), key=4)
 
     def total(scale):
         grads = jax.tree.map(lambda g: scale * g, GRADS)
