@@ -1,0 +1,1 @@
+"""Llama pre-training with Magma."""

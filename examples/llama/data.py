@@ -1,0 +1,204 @@
+"""Text for the Llama example: one call that returns batches, from whatever source.
+
+`load()` reads the Python standard library; `load(path)` reads text files, C4 shards, token files
+or a data set of the Hugging Face hub. See `load` for the formats.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import grain
+import numpy as np
+
+from examples.llama.data_codec import Codec, byte_codec, tokenizer_codec
+from examples.llama.data_error import DataError
+from examples.llama.data_hub import PREFIX, hub_stream
+from examples.llama.data_rows import (
+    PACKINGS,
+    Batching,
+    count_ids,
+    make_rows,
+    train_dataset,
+    unigram_entropy,
+    valid_batches,
+)
+from examples.llama.data_shards import find_shards, shard_stream
+from examples.llama.data_stream import Stream, open_stream, stream_dataset
+from examples.llama.data_text import hold_out, read_files, read_standard_library
+from examples.llama.data_tokens import find_tokenizer, is_token_folder, read_tokens
+
+__all__ = ["Data", "DataError", "load"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Batches of a text and what is needed to speak about them.
+
+    Attributes:
+        name: One line for a person.
+        vocab_size: Number of token ids.
+        train: Endless {"inputs": (B, T) int32, "targets": (B, T) int32}; a target of -1 bears no
+            loss. Its iterator has `get_state()` and `set_state(state)`, and resumes with exactly
+            the batches that would have come; a state is JSON-serialisable.
+        valid: One pass over this host's share of the held-out split, in the same shapes, the last
+            batch filled up with rows of target -1. All hosts yield the same number of batches.
+        unigram_entropy: Cross-entropy of the held-out targets under add-one unigram counts of the
+            training tokens (of a stream's first 1 million), in nats a token. What learns more than
+            how frequent each token is scores below it.
+        encode: Text to ids.
+        decode: Ids to text.
+    """
+
+    name: str
+    vocab_size: int
+    train: grain.IterDataset
+    valid: Callable[[], Iterator[dict[str, np.ndarray]]]
+    unigram_entropy: float
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def load(
+    path: str | None = None,
+    *,
+    seq_len: int,
+    batch_size: int,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    packing: str = "concat",
+    process_index: int | None = None,
+    process_count: int | None = None,
+) -> Data:
+    """Loads a text as batches.
+
+    `path` may be:
+      - None: prose and code of the Python standard library, some 10 MB, nothing to download.
+      - A text file, or a folder of them (the suffixes are in `data_text.SUFFIXES`). About 5 % of
+        the characters are held out, by whole files where there are small enough ones.
+      - A `*.json.gz` file of C4, or a folder of them; `*validation*` files are held out.
+      - A folder with `train.bin` or `train.bin.xz`, and `val.bin`: little-endian uint16 ids, with
+        their `tokenizer.json` in it or above it. Without `val.bin` the last 5 % are held out.
+      - `hf:NAME`, `hf:NAME:CONFIG` or `hf:FOLDER`: streamed by the `datasets` package.
+
+    Text is encoded with `tokenizer`, or a `tokenizer.json` in the folder of `path`; without them
+    its ids are its UTF-8 bytes, and 256 ends a document. C4 and the hub are streamed: shuffled
+    within windows of 1,000 documents, held out by a hash of the text (1 %) where the source has no
+    validation split, and evaluated on at most 1 million tokens. Anything else is held in memory
+    or mapped, and shuffled as a whole.
+
+    Args:
+        path: What to read.
+        seq_len: Tokens a row, T.
+        batch_size: Rows a batch on this host, B.
+        seed: Seed of the order. Not of the split, which is always the same.
+        tokenizer: Path of a `tokenizer.json` of the `tokenizers` package.
+        packing: "concat" joins documents and cuts windows; "document" makes each a row, truncated
+            or padded.
+        process_index: This host's number; by default `jax.process_index()`.
+        process_count: Number of hosts; by default `jax.process_count()`.
+
+    Returns:
+        The data.
+
+    Raises:
+        DataError: If the data cannot be used. Its message is one line.
+    """
+    if packing not in PACKINGS:
+        raise DataError(f"packing {packing!r}: no such packing; use {' or '.join(PACKINGS)}")
+    if process_index is None or process_count is None:
+        import jax  # Here, since it starts the accelerator.
+
+        process_index = jax.process_index() if process_index is None else process_index
+        process_count = jax.process_count() if process_count is None else process_count
+    # Below what grain's seeds can hold, with room for one more each epoch.
+    seed %= 1 << 31
+    batching = Batching(seq_len, batch_size, packing, seed, process_index, process_count)
+
+    if path is None:
+        name, texts = read_standard_library()
+        return _from_texts(name, texts, _codec(tokenizer), batching)
+    if path.startswith(PREFIX):
+        return _from_stream(hub_stream(path, batching), _codec(tokenizer), batching)
+
+    place = Path(path)
+    if not place.exists():
+        raise DataError(f"{path}: no such file or folder; give a text file or a folder of them")
+    if place.name in ("train.bin", "train.bin.xz"):
+        place = place.parent
+    folder = place if place.is_dir() else place.parent
+    if place.is_dir() and is_token_folder(place):
+        codec = tokenizer_codec(Path(tokenizer) if tokenizer else find_tokenizer(place))
+        return _from_tokens(f"{path}: token files", *read_tokens(place, codec), codec, batching)
+    codec = _codec(tokenizer, folder)
+    if find_shards(place):
+        return _from_stream(shard_stream(place, batching), codec, batching)
+    texts = read_files(place)
+    size = sum(len(text) for [text] in texts.values())
+    files = f"{len(texts):,} file{'s' * (len(texts) != 1)}"
+    return _from_texts(f"{path}: {files}, {size / 1e6:.1f} MB", texts, codec, batching)
+
+
+def _codec(tokenizer: str | None, folder: Path | None = None) -> Codec:
+    if tokenizer is not None:
+        return tokenizer_codec(Path(tokenizer))
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        return tokenizer_codec(folder / "tokenizer.json")
+    return byte_codec()
+
+
+def _from_texts(name: str, texts: dict[str, list[str]], codec: Codec, batching: Batching) -> Data:
+    train, valid = map(codec.encode_documents, hold_out(texts))
+    return _from_tokens(name, train, valid, codec, batching)
+
+
+def _from_tokens(
+    name: str, train: np.ndarray, valid: np.ndarray, codec: Codec, batching: Batching
+) -> Data:
+    pad_id = codec.end_of_document
+    rows = make_rows(train, batching, pad_id)
+    batching.require_one_batch(name, len(train), len(rows))
+    return _data(
+        f"{name}, {len(train):,} training tokens",
+        train_dataset(rows, batching, pad_id),
+        count_ids(train, codec.vocab_size),
+        valid,
+        codec,
+        batching,
+    )
+
+
+def _from_stream(stream: Stream, codec: Codec, batching: Batching) -> Data:
+    opening = open_stream(stream, codec)
+    if opening.is_all:
+        batching.require_one_batch(stream.name, len(opening.sample), opening.documents)
+    return _data(
+        stream.name,
+        stream_dataset(stream, codec, batching, opening.keep),
+        count_ids(opening.sample, codec.vocab_size),
+        opening.valid,
+        codec,
+        batching,
+    )
+
+
+def _data(
+    name: str,
+    train: grain.IterDataset,
+    train_counts: np.ndarray,
+    valid: np.ndarray,
+    codec: Codec,
+    batching: Batching,
+) -> Data:
+    rows = make_rows(valid, batching, codec.end_of_document)
+    if not len(rows):
+        raise DataError(f"{name}: nothing is left to hold out for evaluation; use more text")
+    return Data(
+        f"{name}, {codec.name}",
+        codec.vocab_size,
+        train,
+        lambda: valid_batches(rows, batching, codec.end_of_document),
+        unigram_entropy(train_counts, rows),
+        codec.encode,
+        codec.decode,
+    )

@@ -1,0 +1,90 @@
+"""Metrics of a run: one JSON line a step in ``metrics.jsonl``, and the same for TensorBoard."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
+
+FILE = "metrics.jsonl"
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Reads the records of a run; a last line cut short by a kill is left out."""
+    lines = (folder / FILE).read_text().split("\n")[:-1]  # what follows the last newline is torn
+    return [json.loads(line) for line in lines]
+
+
+class Metrics:
+    """Appends records to a run's metrics.
+
+    Everything is written from the caller's thread, so that a full disk raises OSError there;
+    tensorboardX's `SummaryWriter` writes from a thread of its own and then waits for ever.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        """Opens the metrics of a run that has done `step` steps; drops records beyond."""
+        path = folder / FILE
+        if path.exists():
+            kept = [record for record in read(folder) if record["step"] <= step]
+            short = path.with_suffix(".tmp")
+            short.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            os.replace(short, path)
+        self._lines = path.open("a")
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        # The suffix keeps a run resumed within the second from writing over the file before.
+        self._events = EventsWriter(str(folder / "tensorboard" / "events"), f".{step}")
+        purge = SessionLog(status=SessionLog.START)  # hides what TensorBoard has of later steps
+        self._events.write_event(Event(step=step + 1, session_log=purge, wall_time=time.time()))
+
+    def write(self, step: int, record: dict[str, Any]) -> None:
+        """Writes what is known about a step; TensorBoard gets its numbers.
+
+        Raises:
+            OSError: If the disk is full.
+        """
+        self._lines.write(json.dumps({"step": step, **record}) + "\n")
+        self._lines.flush()
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                event = Event(step=step, summary=scalar(name, value), wall_time=time.time())
+                self._events.write_event(event)
+        self._events.flush()
+
+    def __enter__(self) -> "Metrics":
+        """Nothing to do; the files are open."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes both files."""
+        try:
+            self._lines.close()
+        finally:
+            self._events.close()
+
+
+def by_layer(alignment: Mapping[str, ArrayLike]) -> dict[str, list[float]]:
+    """Arranges scores by matrix and layer, alike for separate and for stacked layers.
+
+    Args:
+        alignment: Scores by path: ``layers/3/mlp/up_proj/kernel`` with one score, or
+            ``layers/mlp/up_proj/kernel`` with one for each layer.
+
+    Returns:
+        For ``mlp/up_proj/kernel`` and so on, the scores of layers 0 to L - 1, to four digits.
+    """
+    scores: dict[str, dict[int, float]] = {}
+    for path, score in alignment.items():
+        index, matrix = path.removeprefix("layers/").split("/", 1)
+        if index.isdigit():
+            scores.setdefault(matrix, {})[int(index)] = round(float(score), 4)
+        else:
+            scores[f"{index}/{matrix}"] = dict(enumerate(np.round(score, 4).tolist()))
+    return {matrix: [layers[i] for i in sorted(layers)] for matrix, layers in scores.items()}

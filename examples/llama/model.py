@@ -1,0 +1,186 @@
+"""Llama-2 in Flax NNX.
+
+Shapes: B sequences, T positions, D hidden, N heads, H = D / N, F MLP width, V tokens, L layers.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from examples.llama.config import LlamaConfig
+
+
+def linear(config: LlamaConfig, inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+    """Returns a bias-free projection from `inputs` to `outputs` features."""
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=False,
+        dtype=config.dtype,
+        kernel_init=nnx.initializers.normal(config.initializer_range),
+        rngs=rngs,
+    )
+
+
+def rope(config: LlamaConfig, length: int) -> tuple[Array, Array]:
+    """Returns the cosines and sines of the rotary embedding, float32 (T, 1, H)."""
+    head = config.hidden_size // config.num_heads
+    inverse_wavelength = config.rope_base ** (-jnp.arange(0, head, 2) / head)  # (H/2,)
+    angle = jnp.arange(length)[:, None] * inverse_wavelength[None, :]  # (T, H/2)
+    angle = jnp.concatenate([angle, angle], axis=-1)[:, None, :]  # (T, 1, H)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Turns the two halves of each head of `x` (B, T, N, H) by the position's angles."""
+    first, second = jnp.split(x, 2, axis=-1)
+    turned = jnp.concatenate([-second, first], axis=-1)
+    return (x * cos[None] + turned * sin[None]).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root mean square over the last axis, in float32."""
+
+    def __init__(self, config: LlamaConfig):
+        """Starts at weight 1."""
+        self.config = config
+        self.weight = nnx.Param(jnp.ones(config.hidden_size))
+
+    def __call__(self, x: Array) -> Array:
+        """Normalises `x` (B, T, D)."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide**2, axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + self.config.rms_norm_eps)
+        return (normed * self.weight[None, None]).astype(self.config.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        """Draws four (D, D) matrices."""
+        self.config = config
+        width = config.hidden_size
+        self.q_proj = linear(config, width, width, rngs)
+        self.k_proj = linear(config, width, width, rngs)
+        self.v_proj = linear(config, width, width, rngs)
+        self.o_proj = linear(config, width, width, rngs)
+
+    def __call__(self, x: Array, cos: Array, sin: Array) -> Array:
+        """Mixes positions of `x` (B, T, D); `cos` and `sin` are `rope`'s."""
+        heads = (*x.shape[:2], self.config.num_heads, -1)
+        q = rotate(self.q_proj(x).reshape(heads), cos, sin)  # (B, T, N, H)
+        k = rotate(self.k_proj(x).reshape(heads), cos, sin)
+        v = self.v_proj(x).reshape(heads)
+        out = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation=self.config.attention
+        )  # (B, T, N, H)
+        return self.o_proj(out.reshape(x.shape))  # (B, T, D)
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        """Draws two (D, F) matrices and one (F, D)."""
+        self.gate_proj = linear(config, config.hidden_size, config.intermediate_size, rngs)
+        self.up_proj = linear(config, config.hidden_size, config.intermediate_size, rngs)
+        self.down_proj = linear(config, config.intermediate_size, config.hidden_size, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Maps each position of `x` (B, T, D)."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    """One decoder layer: attention and MLP, each behind a norm and a residual connection."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        """Draws the matrices."""
+        self.input_layernorm = RMSNorm(config)
+        self.self_attn = Attention(config, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x: Array, cos: Array, sin: Array) -> Array:
+        """Maps `x` (B, T, D) to the same shape."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)  # (B, T, D)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def stacked_layers(config: LlamaConfig, rngs: nnx.Rngs) -> Layer:
+    """Returns one `Layer` whose parameters have a leading axis of `config.num_layers`."""
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap
+    def make(rngs: nnx.Rngs) -> Layer:
+        return Layer(config, rngs=rngs)
+
+    return make(rngs)
+
+
+class Llama(nnx.Module):
+    """A Llama-2 language model with an untied head.
+
+    Parameter paths are Hugging Face's: ``layers/0/self_attn/q_proj/kernel`` and so on; with
+    `scan_layers`, ``layers/self_attn/q_proj/kernel`` with the layer axis first.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        """Draws all parameters from `rngs`."""
+        self.config = config
+        self.embed_tokens = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            dtype=config.dtype,
+            embedding_init=nnx.initializers.normal(config.initializer_range),
+            rngs=rngs,
+        )
+        if config.scan_layers:
+            self.layers = stacked_layers(config, rngs)
+        else:
+            self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config)
+        self.lm_head = linear(config, config.hidden_size, config.vocab_size, rngs)
+
+    def __call__(self, tokens: Array) -> Array:
+        """Predicts each next token.
+
+        Args:
+            tokens: int32 (B, T).
+
+        Returns:
+            Logits, `config.dtype` (B, T, V).
+        """
+        cos, sin = rope(self.config, tokens.shape[1])
+
+        def apply(x: Array, layer: Layer) -> Array:
+            return layer(x, cos, sin)
+
+        if self.config.remat:
+            apply = nnx.remat(apply)
+        x = self.embed_tokens(tokens)  # (B, T, D)
+        if self.config.scan_layers:
+            x = nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+        else:
+            for layer in self.layers:
+                x = apply(x, layer)
+        return self.lm_head(self.norm(x))  # (B, T, V)
+
+
+def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
+    """Sums the negative log-likelihood over the tokens that count.
+
+    Args:
+        logits: (B, T, V), any float dtype.
+        targets: int32 (B, T); -1 marks positions without a loss.
+
+    Returns:
+        The sum in nats and the number of targets, float32 ().
+    """
+    counted = targets >= 0
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[..., None], axis=-1)
+    nll = jax.nn.logsumexp(logits, axis=-1) - chosen[..., 0]  # (B, T)
+    return jnp.sum(jnp.where(counted, nll, 0.0)), jnp.sum(counted, dtype=jnp.float32)

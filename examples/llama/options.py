@@ -1,0 +1,172 @@
+"""The trainer's command line."""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from examples.llama.config import PRESETS, RECIPES
+from examples.llama.optimizers import LEARNING_RATES
+
+# These may change when a run goes on: they don't touch the parameters.
+FREE_SETTINGS = {
+    "out",
+    "resume",
+    "distributed",
+    "checkpoint_every",
+    "eval_every",
+    "eval_batches",
+    "log_every",
+    "prompt",
+    "sample_temperature",
+}
+
+
+class SettingsError(ValueError):
+    """The settings can't be used; the message says why in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong option in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and exits with status 2."""
+        self.exit(2, f"error: {message}\n")
+
+
+def number(
+    low: float, kind: type = float, *, above: bool = False, high: float = math.inf
+) -> Callable[[str], float]:
+    """Returns a parser of numbers from `low` on, or `above` it, to `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            name = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
+        fits = low < value if above else low <= value
+        if not (fits and value <= high and value != math.inf):
+            bounds = f"{'more than' if above else 'at least'} {low}"
+            bounds += " and finite" if high == math.inf else f" and at most {high}"
+            raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
+        return value
+
+    return parse
+
+
+def whole(low: int) -> Callable[[str], float]:
+    """Returns a parser of whole numbers from `low` to the largest int32."""
+    return number(low, int, high=2**31 - 1)
+
+
+def probability(text: str) -> float | str:
+    """Parses a survival probability, which may be ``alignment``."""
+    return text if text == "alignment" else number(0.0, above=True)(text)
+
+
+def parser() -> Parser:
+    """Returns the parser of the command line."""
+    count, positive, seed = whole(1), number(0.0, above=True), whole(0)
+    parser = Parser(
+        prog="python -m examples.llama.train",
+        description="Trains a Llama on text, with or without Magma.",
+        allow_abbrev=False,
+    )
+
+    add = parser.add_argument_group("model").add_argument
+    add("--preset", choices=PRESETS, default="nano", help="size of the model (%(default)s)")
+    add("--scan-layers", action="store_true", help="stack the layers: compiles faster")
+    add("--remat", action="store_true", help="recompute layers in the backward pass")
+    add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
+    add("--attention", choices=["xla", "cudnn"], help="implementation (cudnn for bfloat16 on GPUs)")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--data", help="what examples.llama.data.load reads (the Python standard library)")
+    add("--tokenizer", help="path of a tokenizer.json (bytes, or the data's own)")
+    add("--packing", choices=["concat", "document"], default="concat", help="rows (%(default)s)")
+    add("--batch-size", type=count, help="sequences a step, over all devices (by preset)")
+    add("--seq-len", type=count, help="tokens a sequence (by preset)")
+
+    add = parser.add_argument_group("optimizer").add_argument
+    add("--optimizer", choices=LEARNING_RATES, default="adam", help="the base (%(default)s)")
+    add("--magma", action="store_true", help="apply Magma to attention and MLP matrices")
+    add("--skip-update", action="store_true", help="apply SkipUpdate to them")
+    add("--survival-prob", type=probability, default=0.5, help="or 'alignment' (%(default)s)")
+    add("--temperature", type=positive, default=2.0, help="Magma's (%(default)s)")
+    add("--mask-key", type=seed, help="seed of the coins (--seed)")
+    add("--learning-rate", type=positive, help="peak (by optimizer, tuned on nano)")
+    add("--steps", type=count, help="steps to train (by preset)")
+    add("--warmup", type=whole(0), help="steps of linear warm-up (a tenth of --steps)")
+    add("--weight-decay", type=number(0.0), help="decoupled (0.1 for adamw, else 0)")
+    add("--clip", type=number(0.0), default=0.0, help="largest gradient norm; 0: any (%(default)s)")
+    add("--seed", type=seed, default=0, help="of parameters and data order (%(default)s)")
+
+    add = parser.add_argument_group("run").add_argument
+    add("--out", type=Path, help="folder of the run (a fresh one under runs/)")
+    add("--resume", action="store_true", help="go on with the run in --out")
+    add("--checkpoint-every", type=count, default=100, help="steps (%(default)s)")
+    add("--eval-every", type=count, default=100, help="steps (%(default)s)")
+    add("--eval-batches", type=count, default=8, help="of each but the last (%(default)s)")
+    add("--log-every", type=count, default=10, help="steps (%(default)s)")
+    add("--prompt", default="def ", help="start of the sampled lines (%(default)r)")
+    add("--sample-temperature", type=positive, default=0.8, help="(%(default)s)")
+    add("--distributed", action="store_true", help="one process a host: jax.distributed")
+    return parser
+
+
+def resolve(args: argparse.Namespace) -> argparse.Namespace:
+    """Fills in what depends on other options or on the device.
+
+    Raises:
+        SettingsError: For options that don't go together.
+    """
+    if args.magma and args.skip_update:
+        raise SettingsError("--magma and --skip-update exclude each other")
+    if args.survival_prob == "alignment" and not args.magma:
+        raise SettingsError("--survival-prob alignment needs --magma")
+    if args.distributed and args.out is None:
+        raise SettingsError("--distributed needs --out, one folder that all hosts see")
+    if args.resume and args.out is None:
+        raise SettingsError("--resume needs --out, the folder of the run to go on with")
+
+    for name, value in dataclasses.asdict(RECIPES[args.preset]).items():
+        default(args, name, value)
+    default(args, "warmup", args.steps // 10)
+    default(args, "learning_rate", LEARNING_RATES[args.optimizer][args.magma])
+    default(args, "weight_decay", 0.1 if args.optimizer == "adamw" else 0.0)
+    default(args, "mask_key", args.seed)
+    platform = jax.default_backend()
+    default(args, "dtype", "float32" if platform == "cpu" else "bfloat16")
+    flash = platform == "gpu" and args.dtype == "bfloat16"
+    default(args, "attention", "cudnn" if flash else "xla")
+
+    if args.warmup >= args.steps:
+        raise SettingsError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
+    if args.batch_size % jax.device_count():
+        raise SettingsError(
+            f"--batch-size {args.batch_size} is not a multiple of the {jax.device_count()} devices"
+        )
+    if args.attention == "cudnn" and (platform, args.dtype) != ("gpu", "bfloat16"):
+        raise SettingsError("--attention cudnn needs a GPU and --dtype bfloat16")
+    return args
+
+
+def default(args: argparse.Namespace, name: str, value: Any) -> None:
+    """Sets an option that was not given."""
+    if getattr(args, name) is None:
+        setattr(args, name, value)
+
+
+def masking(args: argparse.Namespace) -> str:
+    """Returns what is done to the attention and MLP updates."""
+    return "magma" if args.magma else "skip" if args.skip_update else "none"
+
+
+def configuration(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings that decide the parameters, ready for JSON."""
+    return {name: value for name, value in vars(args).items() if name not in FREE_SETTINGS}
