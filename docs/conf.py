@@ -12,3 +12,4 @@ nitpicky = False
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 default_role = "code"
+napoleon_use_ivar = True

@@ -60,7 +60,7 @@ def test_arguments_of_magma(factory, kwargs, error, message):
 def test_arguments_of_one():
     with pytest.raises(ValueError, match='base must be "momentum" or "gradient", got \'adam\''):
         magma(base="adam")
-    with pytest.raises(ValueError, match="first_moment must be .* got 'mu'"):
+    with pytest.raises(ValueError, match=r"first_moment must be .* got 'mu'"):
         wrapped(first_moment="mu")
     with pytest.raises(TypeError, match=r"with_magma wraps .* got 0.5; magma\(\) is the link"):
         with_magma(0.5)
@@ -111,7 +111,7 @@ class TestGrad:
 
     def test_missing_leaf(self):
         grad = {"layers": [PARAMS["layers"][0]], "bias": PARAMS["bias"]}
-        with pytest.raises(ValueError, match="`grad` differs .* first at 'layers/1/w'"):
+        with pytest.raises(ValueError, match=r"`grad` differs .* first at 'layers/1/w'"):
             self.update(grad)
 
     def test_other_names(self):
