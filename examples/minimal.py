@@ -1,4 +1,4 @@
-"""The whole use of Magma: with bare Optax, with Flax NNX and with Flax Linen."""
+"""The whole use of Magma on a toy problem: with bare Optax, with NNX and with linen."""
 
 import jax
 import jax.numpy as jnp
@@ -12,59 +12,39 @@ x = jax.random.normal(jax.random.key(0), (64, 8))
 y = x @ jnp.linspace(-1.0, 1.0, 8)[:, None]
 
 
-def mse(prediction: jax.Array) -> jax.Array:
-    """Returns the mean squared error, float32 ()."""
-    return jnp.mean((prediction - y) ** 2)
+def loss(predict):
+    """Return the mean squared error of a model, float32 ()."""
+    return jnp.mean((predict(x) - y) ** 2)
 
 
-def bare_optax(steps: int = 200) -> float:
-    """A link of a chain, after any base; `grad=` hands it the gradient."""
-    tx = optax.chain(optax.adam(0.1), magma())
-    params = {"w": jnp.zeros((8, 1))}
-    state = tx.init(params)
+# Bare Optax: Magma is a link of a chain, after any base, and gets the gradient as `grad=`.
+tx = optax.chain(optax.adam(0.1), magma())
+params = {"w": jnp.zeros((8, 1))}
+state = tx.init(params)
+update = jax.jit(tx.update)
+for _ in range(200):
+    grads = jax.grad(lambda p: loss(lambda x: x @ p["w"]))(params)
+    updates, state = update(grads, state, params, grad=grads)
+    params = optax.apply_updates(params, updates)
+print(f"optax: {loss(lambda x: x @ params['w']):.1e}")
 
-    @jax.jit
-    def step(params, state):
-        grads = jax.grad(lambda params: mse(x @ params["w"]))(params)
-        updates, state = tx.update(grads, state, params, grad=grads)
-        return optax.apply_updates(params, updates), state
+# NNX: the same chain; `nnx.Optimizer` passes `grad=` on.
+model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+step = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads, grad=grads))
+for _ in range(200):
+    step(model, optimizer, nnx.grad(loss)(model))
+print(f"nnx:   {loss(model):.1e}")
 
-    for _ in range(steps):
-        params, state = step(params, state)
-    return float(mse(x @ params["w"]))
-
-
-def flax_nnx(steps: int = 200) -> float:
-    """The same chain; `nnx.Optimizer` passes `grad=` on."""
-    model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.chain(optax.adam(0.1), magma()), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer):
-        grads = nnx.grad(lambda model: mse(model(x)))(model)
-        optimizer.update(model, grads, grad=grads)
-
-    for _ in range(steps):
-        step(model, optimizer)
-    return float(mse(model(x)))
-
-
-def flax_linen(steps: int = 200) -> float:
-    """A wrapper around the base: it needs no `grad=`, which `TrainState` could not pass."""
-    model = linen.Dense(1)
-    params = model.init(jax.random.key(1), x)
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=with_magma(optax.adam(0.1)))
-
-    @jax.jit
-    def step(state):
-        grads = jax.grad(lambda params: mse(state.apply_fn(params, x)))(state.params)
-        return state.apply_gradients(grads=grads)
-
-    for _ in range(steps):
-        state = step(state)
-    return float(mse(model.apply(state.params, x)))
-
-
-if __name__ == "__main__":
-    for train in (bare_optax, flax_nnx, flax_linen):
-        print(f"{train.__name__}: mean squared error {train():.1e}")
+# linen: `TrainState` cannot pass `grad=`; a wrapper around the base needs none.
+dense = linen.Dense(1)
+train = TrainState.create(
+    apply_fn=dense.apply,
+    params=dense.init(jax.random.key(1), x),
+    tx=with_magma(optax.adam(0.1)),
+)
+apply_gradients = jax.jit(lambda train, grads: train.apply_gradients(grads=grads))
+for _ in range(200):
+    grads = jax.grad(lambda p: loss(lambda x: train.apply_fn(p, x)))(train.params)
+    train = apply_gradients(train, grads)
+print(f"linen: {loss(lambda x: train.apply_fn(train.params, x)):.1e}")
