@@ -92,19 +92,20 @@ def summarize(opt_state: Any) -> dict[str, jax.Array]:
     """
     found = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, MagmaState))
     scores = [
-        jnp.ravel(score)
+        score
         for state in found
         if isinstance(state, MagmaState) and isinstance(state.alignment, dict)
         for score in jax.tree.leaves(state.alignment)
     ]
     if not scores:
         return {}
-    every = jnp.concatenate(scores)
+    # Leaf by leaf first: scores may be sharded, each in its own way.
+    size = sum(score.size for score in scores)
     return {
-        "alignment_mean": jnp.mean(every),
-        "alignment_min": jnp.min(every),
-        "alignment_max": jnp.max(every),
-        "num_blocks": jnp.asarray(every.size, jnp.int32),
+        "alignment_mean": jnp.sum(jnp.stack([jnp.sum(score) for score in scores])) / size,
+        "alignment_min": jnp.min(jnp.stack([jnp.min(score) for score in scores])),
+        "alignment_max": jnp.max(jnp.stack([jnp.max(score) for score in scores])),
+        "num_blocks": jnp.asarray(size, jnp.int32),
     }
 
 

@@ -213,3 +213,13 @@ def test_no_parameter_sized_buffer_on_adam_and_one_on_rmsprop():
     assert added(optax.adam(1e-2)) == 4 + 8 + 2 * 4  # step, key, two scores
     assert added(optax.rmsprop(1e-2)) == 4 + 8 + 2 * 4 + 4 * (8 * 32 + 8 * 100)
     assert added(optax.rmsprop(1e-2), where=attention_and_mlp) == 4 + 8 + 4 + 4 * 8 * 32
+
+
+def test_reads_through_calls_and_recomputation():
+    adam = optax.adam(1e-2)
+
+    def update(grads, state, params=None):
+        return jax.checkpoint(jax.jit(adam.update))(grads, state, params)
+
+    base = optax.GradientTransformation(adam.init, update)
+    assert find_emas(base, base.init(PARAMS)).keys() == PARAMS.keys()
