@@ -46,7 +46,7 @@ class _Other(NamedTuple):
 
 
 _Value = _Number | _Linear | _Other
-_CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+_CALLS = frozenset("jit pjit closed_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
 _IDENTITIES = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sharding_constraint"}
 _ZERO, _MINUS_ONE = _Number(0.0, True), _Number(-1.0, True)
 

@@ -77,11 +77,12 @@ def magma(
         ``"column"``: every vector along the last but one (a vector counts as one row);
         ``"element"``: every element. Or ``(path, leaf) -> axes`` that index blocks, such as
         `stacked`.
-      key: a seed, a ``jax.random.key`` or raw key data. The coin of a block is a function of key,
+      key: an int of up to 64 bits, a ``jax.random.key`` or raw key data. The coin of a block is a function of key,
         step, path and block index alone.
       axis_name: mesh axis or axes that shard the parameters inside ``shard_map``: inner products
         are summed over them. Not needed with ``jit`` and ``NamedSharding``, nor with ``pmap``.
-      momentum_dtype: dtype of the EMA of gradients; None for the parameter's.
+      momentum_dtype: dtype of the EMA of gradients; None for the parameter's, which is too coarse
+        for an average where parameters are float8.
       base: how to estimate gradients where none are passed. ``"momentum"``, for updates that move
         like a momentum (Adam, LaProp, SGD with momentum): g is about u_t - b1 u_{t-1}, mu about
         u_t. ``"gradient"``, for updates that move like a gradient (SGD, RMSProp): g is about u_t,
