@@ -77,8 +77,8 @@ def magma(
         ``"column"``: every vector along the last but one (a vector counts as one row);
         ``"element"``: every element. Or ``(path, leaf) -> axes`` that index blocks, such as
         `stacked`.
-      key: an int of up to 64 bits, a ``jax.random.key`` or raw key data. The coin of a block is a function of key,
-        step, path and block index alone.
+      key: an int of up to 64 bits, a ``jax.random.key`` or raw key data. The coin of a block is a
+        function of key, step, path and block index alone.
       axis_name: mesh axis or axes that shard the parameters inside ``shard_map``: inner products
         are summed over them. Not needed with ``jit`` and ``NamedSharding``, nor with ``pmap``.
       momentum_dtype: dtype of the EMA of gradients; None for the parameter's, which is too coarse
