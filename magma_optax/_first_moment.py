@@ -45,6 +45,18 @@ class _Other(NamedTuple):
     steady: bool
 
 
+class Ema(NamedTuple):
+    """Where a base keeps the EMA of one gradient: new = a * old + b * g.
+
+    Attributes:
+      place: index of the EMA among the leaves of the base's state.
+      numbers: (a, b), or None if only a running program knows them.
+    """
+
+    place: int
+    numbers: tuple[float, float] | None
+
+
 _Value = _Number | _Linear | _Other
 _CALLS = frozenset("jit pjit closed_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
 _IDENTITIES = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sharding_constraint"}
@@ -58,7 +70,7 @@ class FirstMoments:
         """Take the base's update function."""
         self._find = functools.lru_cache(functools.partial(_find_emas, update))
 
-    def find(self, gradients: Any, state: Any) -> dict[str, int]:
+    def find(self, gradients: Any, state: Any) -> dict[str, Ema]:
         """Return where ``state`` keeps the EMA of each parameter's gradient.
 
         Args:
@@ -66,15 +78,14 @@ class FirstMoments:
           state: the base's state.
 
         Returns:
-          Indices into ``jax.tree.leaves(state)``, by the path of the parameter, for those
-          parameters that have an EMA. Empty if the update wants extra arguments that only a real
-          step has.
+          By the path of the parameter, for those parameters that have an EMA. Empty if the update
+          wants extra arguments that only a real step has.
         """
         leaves, treedef = jax.tree.flatten((gradients, state))
         return self._find(treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
 
 
-def _find_emas(update: Callable[..., Any], treedef: Any, avals: tuple[Any, ...]) -> dict[str, int]:
+def _find_emas(update: Callable[..., Any], treedef: Any, avals: tuple[Any, ...]) -> dict[str, Ema]:
     inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
     gradients, state = jax.tree.unflatten(treedef, inputs)
     try:
@@ -89,11 +100,14 @@ def _find_emas(update: Callable[..., Any], treedef: Any, avals: tuple[Any, ...])
     ]
     values += [_Other(False)] * len(paths)
 
-    found: dict[str, int] = {}
-    for index, output in enumerate(_evaluate(closed.jaxpr, closed.consts, values)):
-        gradient = _ema_of(index, output)
+    found: dict[str, Ema] = {}
+    outputs: list[Any] = _evaluate(closed.jaxpr, closed.consts, values)
+    for index, output in enumerate(outputs):
+        gradient = _averaged_gradient(index, output)
         if gradient is not None:
-            found.setdefault(paths[gradient], index)
+            a, b = output.terms[index].value, output.terms[gradient].value
+            numbers = None if a is None or b is None else (a, b)
+            found.setdefault(paths[~gradient], Ema(index, numbers))
     return found
 
 
@@ -109,15 +123,15 @@ def _state_input(index: int, path: str, aval: jax.ShapeDtypeStruct) -> _Value:
     return _Number(None, False) if aval.shape == () else _Other(False)
 
 
-def _ema_of(state: int, value: _Value) -> int | None:
-    """The gradient of which ``value`` is the EMA that continues ``state``, if it is one."""
+def _averaged_gradient(state: int, value: Any) -> int | None:
+    """Index of the gradient whose EMA ``value`` is, continuing ``state``; None if it is none."""
     if not isinstance(value, _Linear) or len(value.terms) != 2 or state not in value.terms:
         return None
     (gradient,) = value.terms.keys() - {state}
     a, b = value.terms[state], value.terms[gradient]
     decays = a.steady and (a.value is None or 0 < a.value < 1)
     mixes = b.steady and (b.value is None or b.value > 0)
-    return ~gradient if gradient < 0 and decays and mixes else None
+    return gradient if gradient < 0 and decays and mixes else None
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value]) -> list[_Value]:

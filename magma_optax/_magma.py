@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from magma_optax._alignment import keep_finite, update_momentum, widen
+from magma_optax._alignment import keep_finite, read_apart, update_momentum, widen
 from magma_optax._blocks import AxisName, BlockAxes, Where
 from magma_optax._hyperparameters import Hyperparameters, Schedule
 from magma_optax._masking import mask_updates, score_and_toss
@@ -122,19 +122,20 @@ def magma(
         check_state(state, cuts)
         old = match_blocks(state.momentum, updates, cuts, "momentum")
         if grad is not None:
-            g = match_blocks(grad, updates, cuts, "grad")
-            mu = {path: update_momentum(old[path], g[path], hp.b1) for path in cuts}
-            new = mu
+            incoming, moments = match_blocks(grad, updates, cuts, "grad"), _from_gradient
         else:
             if cuts and not warned:
                 warnings.warn(_ESTIMATED.format(base), stacklevel=2)
                 warned = True
-            delta = match_blocks(updates, updates, cuts, "updates")
-            estimate = _from_momentum if base == "momentum" else _from_gradient
-            mu, g, new = {}, {}, {}
-            for path in cuts:
-                mu[path], g[path], new[path] = estimate(delta[path], old[path], hp.b1)
+            incoming = match_blocks(updates, updates, cuts, "updates")
+            moments = _from_momentum if base == "momentum" else _from_gradient
+
+        x, buffer = read_apart((incoming, old))
+        mu, g = {}, {}
+        for path in cuts:
+            mu[path], g[path], _ = moments(x[path], buffer[path], hp.b1)
         scores, coins, factors = score_and_toss(hp, state, cuts, mu, g)
+        new = {path: moments(incoming[path], old[path], hp.b1)[2] for path in cuts}
         momentum = replace_momentum(state.momentum, new)
         state = MagmaState(
             step=next_step(state.step),
@@ -157,14 +158,14 @@ _ESTIMATED = (
 def _from_momentum(
     delta: jax.Array, previous: jax.Array, b1: ArrayLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(mu, g, buffer) from an update that is an EMA of something gradient-like: undo the EMA."""
+    """(mu, g, next buffer) from an update that is an EMA of something gradient-like: undo that."""
     u, last = widen(delta), widen(previous)
     return u, u - b1 * last, keep_finite(u, u, last)
 
 
 def _from_gradient(
-    delta: jax.Array, momentum: jax.Array, b1: ArrayLike
+    gradient: jax.Array, momentum: jax.Array, b1: ArrayLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(mu, g, buffer) from an update that is itself gradient-like."""
-    mu = update_momentum(momentum, delta, b1)
-    return mu, delta, mu
+    """(mu, g, next buffer) from a gradient, or from an update that is gradient-like."""
+    mu = update_momentum(momentum, gradient, b1)
+    return mu, gradient, mu

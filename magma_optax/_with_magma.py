@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from magma_optax._alignment import update_momentum
+from magma_optax._alignment import read_apart, update_momentum, widen
 from magma_optax._blocks import AxisName, BlockAxes, Where
 from magma_optax._first_moment import FirstMoments
 from magma_optax._hyperparameters import Hyperparameters, Schedule
@@ -139,19 +139,28 @@ def with_magma(
         magma_state = init_state(params, hp.key, cuts, hp.initial_score, momentum)
         return WithMagmaState(magma_state, inner_state)
 
-    def first_moments(updates, old_inner, new_inner, own, g, cuts):
+    def first_moments(g, own, updates, old_inner, new_inner):
+        """mu_t and g_t by path; mu_t is the base's, or Magma's own."""
         if callable(first_moment):
-            mu = leaves_by_path(first_moment(new_inner))
-        else:
-            leaves = jax.tree.leaves(new_inner)
-            mu = {path: leaves[n] for path, n in base_moments(updates, old_inner).items()}
-            mu |= {path: update_momentum(own[path], g[path], hp.b1) for path in own}
-            for path in cuts.keys() - mu.keys():
-                raise ValueError(
-                    f"the state keeps no first moment of {path!r}: it comes from another base "
-                    "optimizer or `first_moment`. Call init with these"
-                )
-        return match_blocks(mu, updates, cuts, "first_moment")
+            return leaves_by_path(first_moment(new_inner)), g
+        old, new = jax.tree.leaves(old_inner), jax.tree.leaves(new_inner)
+        emas = base_moments(updates, old_inner)
+        emas = {path: ema for path, ema in emas.items() if path in g and path not in own}
+        for path in g.keys() - emas.keys() - own.keys():
+            raise ValueError(
+                f"the state keeps no first moment of {path!r}: it comes from another base "
+                "optimizer or `first_moment`. Call init with these"
+            )
+        # Where the base's formula is known it is computed anew rather than read from its new state.
+        numbers = {path: ema.numbers for path, ema in emas.items() if ema.numbers}
+        known = {path: old[emas[path].place] for path in numbers}
+        g, own, known = read_apart((g, own, known))
+        mu = {path: new[ema.place] for path, ema in emas.items()}
+        for path, (a, b) in numbers.items():
+            mu[path] = a * widen(known[path]) + b * widen(g[path])
+        for path, x in own.items():
+            mu[path] = update_momentum(x, g[path], hp.b1)
+        return mu, g
 
     def update_fn(updates, state, params=None, **extra_args):
         check_kind(state, WithMagmaState)
@@ -162,16 +171,22 @@ def with_magma(
 
         g = match_blocks(updates, updates, cuts, "updates")
         own = match_blocks(state.momentum, updates, leaves_by_path(state.momentum), "momentum")
-        mu = first_moments(updates, old_inner, new_inner, own, g, cuts)
-        scores, coins, factors = score_and_toss(hp, state, cuts, mu, g)
+        mu, g_apart = first_moments(g, own, updates, old_inner, new_inner)
+        mu = match_blocks(mu, updates, cuts, "first_moment")
+        scores, coins, factors = score_and_toss(hp, state, cuts, mu, g_apart)
+
+        momentum = {path: update_momentum(old, g[path], hp.b1) for path, old in own.items()}
         if sparse_state:
             new_inner = hold_dropped(inner, new_inner, old_inner, updates, cuts, coins)
-            mu |= {p: jnp.where(cuts[p].expand(coins[p]), mu[p], old) for p, old in own.items()}
+            momentum = {
+                path: jnp.where(cuts[path].expand(coins[path]), new, own[path])
+                for path, new in momentum.items()
+            }
         state = MagmaState(
             step=next_step(state.step),
             key=state.key,
             alignment=scores if cuts else state.alignment,
-            momentum=replace_momentum(state.momentum, mu),
+            momentum=replace_momentum(state.momentum, momentum),
         )
         return mask_updates(delta, cuts, coins, factors), WithMagmaState(state, new_inner)
 
