@@ -452,16 +452,16 @@ def corpus(tmp_path_factory):
     return path
 
 
-def test_a_step_of_parts_averages_their_gradients(corpus):
+def test_accumulation_averages_gradients(corpus):
     config = dataclasses.replace(PRESETS["tiny"], train_capacity=8.0, balance_weight=0.0)
     data = load(str(corpus), seq_len=32, batch_size=8)
     batch = next(iter(data.train))
     after = {}
-    for parts in (1, 4):
-        init, step, _ = train.make_functions(config, optax.sgd(1.0), 0, parts)
+    for count in (1, 4):
+        init, step, _ = train.make_functions(config, optax.sgd(1.0), 0, count)
         params, _, now = step(*init(), batch)
-        after[parts] = by_path(params), now
-    # Nothing is dropped and all parts have equally many tokens: the mean loss has the mean
+        after[count] = by_path(params), now
+    # Nothing is dropped and all micro-batches have equally many tokens: the mean loss has the mean
     # gradient. (The balancing loss, a product of means, has not.)
     for path, leaf in after[1][0].items():
         np.testing.assert_allclose(after[4][0][path], leaf, rtol=1e-3, atol=2e-6, err_msg=path)
@@ -525,7 +525,7 @@ def error(capsys, argv):
         ("--preset huge", "'huge'"),
         ("--optimizer lion", "'lion'"),
         ("--seq-len 65", "--seq-len 65 is more than the 64 positions"),
-        ("--micro-batches 3", "--batch-size 16 is not a multiple of --micro-batches 3"),
+        ("--accumulate 3", "--accumulate 3 does not cut --batch-size 16"),
         ("--steps 9 --warmup 9", "--warmup 9"),
         ("--learning-rate 0", "must be more than 0.0"),
         ("--magm", "unrecognized arguments: --magm"),

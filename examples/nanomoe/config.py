@@ -51,8 +51,8 @@ class Recipe:
 
     Attributes:
         batch_size: Sequences a step.
-        micro_batches: Parts of a batch, computed one after the other. Tokens compete for the
-            experts' capacity within their part.
+        accumulate: Micro-batches that a batch is computed in. Tokens compete for the experts'
+            capacity within a micro-batch.
         seq_len: Tokens a sequence.
         steps: Steps.
         warmup: Steps of linear warm-up.
@@ -60,7 +60,7 @@ class Recipe:
     """
 
     batch_size: int
-    micro_batches: int
+    accumulate: int
     seq_len: int
     steps: int
     warmup: int

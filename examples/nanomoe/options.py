@@ -25,7 +25,7 @@ def parser() -> Parser:
     add("--data", help="what examples.llama.data.load reads (the Python standard library)")
     add("--tokenizer", help="path of a tokenizer.json (bytes, or the data's own)")
     add("--batch-size", type=count, help="sequences a step (by preset)")
-    add("--micro-batches", type=count, help="parts of a batch, one after the other (by preset)")
+    add("--accumulate", type=count, help="micro-batches a batch (by preset)")
     add("--seq-len", type=count, help="tokens a sequence (by preset)")
     add("--optimizer", choices=["adam", "adamw", "muon"], default="adamw", help="(%(default)s)")
     add("--magma", action="store_true", help="apply Magma to attention, MLPs and experts")
@@ -65,10 +65,9 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     positions = PRESETS[args.preset].length
     if args.seq_len > positions:
         raise SettingsError(f"--seq-len {args.seq_len} is more than the {positions} positions")
-    if args.batch_size % args.micro_batches:
+    if args.batch_size % args.accumulate:
         raise SettingsError(
-            f"--batch-size {args.batch_size} is not a multiple of --micro-batches "
-            f"{args.micro_batches}"
+            f"--accumulate {args.accumulate} does not cut --batch-size {args.batch_size} evenly"
         )
     if args.warmup >= args.steps:
         raise SettingsError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")

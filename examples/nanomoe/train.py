@@ -59,7 +59,7 @@ def train(args: argparse.Namespace) -> None:
     preset = PRESETS[args.preset]
     vocab_size = max(preset.vocab_size, data.vocab_size)  # `paper` pads GPT-2's 50,257 to 50,304
     config = dataclasses.replace(preset, vocab_size=vocab_size, dtype=args.dtype)
-    init, train_step, valid_step = make_functions(config, tx, args.seed, args.micro_batches)
+    init, train_step, valid_step = make_functions(config, tx, args.seed, args.accumulate)
 
     valid_batches = sum(1 for _ in data.valid())
 
@@ -108,7 +108,7 @@ def make_functions(
     config: NanoMoEConfig,
     tx: optax.GradientTransformationExtraArgs,
     seed: int,
-    micro_batches: int,
+    accumulate: int,
 ) -> tuple[Callable, Callable, Callable]:
     """Splits the model once and returns pure functions of its parameters.
 
@@ -132,14 +132,14 @@ def make_functions(
 
     @jax.jit(donate_argnums=(0, 1))
     def train_step(params: optax.Params, opt_state: optax.OptState, batch: Batch):
-        def add_gradient(grads: optax.Updates, part: Batch):
-            more, now = jax.grad(loss, has_aux=True)(params, part)
+        def add(grads: optax.Updates, micro: Batch):
+            more, now = jax.grad(loss, has_aux=True)(params, micro)
             return optax.tree.add(grads, more), now
 
-        # (B, T) -> (parts, B / parts, T). Parameters move once, by the mean of the parts.
-        parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, x.shape[1]), batch)
-        grads, now = jax.lax.scan(add_gradient, optax.tree.zeros_like(params), parts)
-        grads = optax.tree.scale(1 / micro_batches, grads)
+        # (B, T) -> (A, B / A, T). Parameters move once, by the mean of the gradients.
+        micros = jax.tree.map(lambda x: x.reshape(accumulate, -1, x.shape[1]), batch)
+        grads, now = jax.lax.scan(add, optax.tree.zeros_like(params), micros)
+        grads = optax.tree.scale(1 / accumulate, grads)
         now = jax.tree.map(lambda x: jnp.mean(x, axis=0), now)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
