@@ -29,13 +29,15 @@ from examples.nanomoe.model import (
 from magma_optax import attention_and_mlp
 
 CONFIG = NanoMoEConfig(vocab_size=50, length=12, width=16, num_heads=2, num_layers=3)
+ROUTE = jax.jit(route, static_argnums=(1, 2))  # logits, top_k, capacity
 TOKENS = np.random.default_rng(0).integers(0, 50, (3, 11))  # (B, T)
 WORDS = "the a mask of update moment gradient block keeps drops moves layer each every some".split()
 
 
 def make(config=CONFIG, seed=0):
-    graphdef, state = nnx.split(NanoMoE(config, rngs=nnx.Rngs(seed)))
-    return graphdef, nnx.to_pure_dict(state)
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: NanoMoE(config, rngs=nnx.Rngs(seed))))
+    init = jax.jit(lambda: nnx.to_pure_dict(nnx.state(NanoMoE(config, rngs=nnx.Rngs(seed)))))
+    return graphdef, init()
 
 
 def by_path(tree):
@@ -232,7 +234,7 @@ def test_first_choices_come_before_second_ones_and_tokens_in_order():
     logits = np.full((4, 4), -9.0, np.float32)
     for token, (first, second) in enumerate([(1, 0), (0, 2), (0, 1), (0, 3)]):
         logits[token, first], logits[token, second] = 2.0, 1.0
-    weights, slots, routing = jax.jit(route, static_argnums=(1, 2))(logits, 2, 2)
+    weights, slots, routing = ROUTE(logits, 2, 2)
     # Expert 0 takes tokens 1 and 2, whose first choice it is, and neither 3 nor, as its second
     # choice, 0. The slots of expert e are 2 e and 2 e + 1; 8 means dropped.
     np.testing.assert_array_equal(slots, [[2, 0, 1, 8], [8, 4, 3, 6]])
@@ -253,7 +255,7 @@ def test_router_losses_by_hand():
     even = np.zeros((8, 8), np.float32)
     for token in range(8):  # each expert is a first and a second choice once
         even[token, token], even[token, (token + 1) % 8] = 3.0, 3.0
-    _, _, routing = route(jnp.asarray(even), 2, 8)
+    _, _, routing = ROUTE(jnp.asarray(even), 2, 8)
     lse = math.log(2 * math.exp(3) + 6)
     np.testing.assert_allclose(routing.balance, 8 * 8 * (1 / 8) * (2 / 8), rtol=1e-6)
     np.testing.assert_allclose(routing.z, lse**2, rtol=1e-6)
@@ -272,10 +274,10 @@ def test_router_losses_even_the_loads_out():
     def slope(router):
         return route(x @ router.T, 2, 64)[2].balance
 
-    before = route(x @ router.T, 2, 64)[2]
+    before = ROUTE(x @ router.T, 2, 64)[2]
     for _ in range(50):
         router -= 0.1 * slope(router)
-    after = route(x @ router.T, 2, 64)[2]
+    after = ROUTE(x @ router.T, 2, 64)[2]
     assert before.load.max() >= 0.25
     assert after.load.max() < 0.2
     assert after.balance < before.balance
@@ -427,10 +429,10 @@ def test_adams_second_decay_rate_is_used():
     for name in ("adamw", "muon"):  # vectors are Adam's under Muon too, with Nesterov's momentum
         tx = assemble(settings(name=name, masking="none"), "leaf", train.matrices)
         params = {"mlp": {"c_fc": jnp.ones((3, 3))}, "bias": jnp.ones(3)}
-        state = tx.init(params)
+        update, state = jax.jit(tx.update), tx.init(params)
         for grad in grads:
             gradients = {"mlp": {"c_fc": jnp.eye(3)}, "bias": grad}
-            updates, state = tx.update(gradients, state, params)
+            updates, state = update(gradients, state, params)
         m = (0.9 * 0.1 * 1 + 0.1 * 3) / (1 - 0.9**2)
         if name == "muon":
             m = 0.9 * (0.9 * 0.1 * 1 + 0.1 * 3) / (1 - 0.9**3) + 0.1 * 3 / (1 - 0.9**2)
