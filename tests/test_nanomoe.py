@@ -206,7 +206,7 @@ def test_a_mixture_agrees_with_a_loop_over_tokens_and_experts(factor, train):
 
     actual, routing = run(params, jnp.asarray(x, jnp.float32))
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    room = max(1, math.floor(factor * 2 * 40 / 8))
+    room = {0.4: 4, 1.25: 12, 8.0: 80}[factor]  # of 40 tokens with two choices each
     expected, expected_routing = moe_reference(x.reshape(40, 16), wide, 2, room)
     np.testing.assert_allclose(actual.reshape(40, 16), expected, rtol=1e-4, atol=1e-6)
     for name, value in routing._asdict().items():
@@ -248,7 +248,8 @@ def test_capacities():
     assert capacity(PRESETS["paper"], 12 * 1024, train=True) == 3840  # 1.25 x 2 x 12,288 / 8
     assert capacity(PRESETS["paper"], 12 * 1024, train=False) == 6144
     assert capacity(CONFIG, 33, train=True) == 10  # 10.3 rounded down
-    assert capacity(CONFIG, 1, train=True) == 1
+    assert capacity(CONFIG, 36, train=True) == 12  # 11.25 rounded down, then made even
+    assert capacity(CONFIG, 1, train=True) == 4
 
 
 def test_router_losses_by_hand():

@@ -31,9 +31,10 @@ class Routing(NamedTuple):
 
 
 def capacity(config: NanoMoEConfig, tokens: int, train: bool) -> int:
-    """Returns how many of `tokens` tokens an expert takes: a multiple of an even share."""
+    """Returns how many of `tokens` tokens an expert takes: an even number, 4 at least."""
     factor = config.train_capacity if train else config.valid_capacity
-    return max(1, int(factor * config.top_k * tokens / config.num_experts))
+    room = int(factor * config.top_k * tokens / config.num_experts)
+    return max(4, room + room % 2)
 
 
 def route(logits: Array, top_k: int, capacity: int) -> tuple[Array, Array, Routing]:
