@@ -37,6 +37,7 @@ class OptimizerConfig:
         warmup: Steps of linear warm-up from 0; a cosine to a tenth of the peak follows.
         weight_decay: Decoupled decay of everything but the norms, times the learning rate.
         clip: Largest global gradient norm; 0 turns clipping off.
+        b2: Decay rate of Adam's second moment.
         masking: What is done to the attention and MLP updates.
         survival_prob: Probability that a block is updated, or ``"alignment"`` (Magma only).
         temperature: Magma's temperature.
@@ -49,6 +50,7 @@ class OptimizerConfig:
     warmup: int
     weight_decay: float = 0.0
     clip: float = 0.0
+    b2: float = 0.999
     masking: Literal["none", "magma", "skip"] = "none"
     survival_prob: float | str = 0.5
     temperature: float = 2.0
@@ -79,11 +81,11 @@ def muon_dimensions(params: optax.Params) -> optax.Params:
     return jax.tree.map_with_path(dimensions, params)
 
 
-def direction(name: str) -> optax.GradientTransformation:
+def direction(name: str, b2: float = 0.999) -> optax.GradientTransformation:
     """Returns the base `name` without learning rate and decay; it points uphill."""
     match name:
         case "adam" | "adamw":
-            return optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8)
+            return optax.scale_by_adam(b1=0.9, b2=b2, eps=1e-8)
         case "rmsprop":  # eps outside the root as in PyTorch, with bias correction
             return optax.scale_by_rms(0.99, eps=1e-8, eps_in_sqrt=False, bias_correction=True)
         case "laprop":
@@ -106,6 +108,7 @@ def direction(name: str) -> optax.GradientTransformation:
             muon = optax.contrib.muon(
                 1.0,
                 adam_learning_rate=1.0,
+                adam_b2=b2,
                 muon_weight_dimension_numbers=muon_dimensions,
                 consistent_rms=0.2,
             )
@@ -121,11 +124,7 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def build(config: OptimizerConfig, scan_layers: bool) -> optax.GradientTransformationExtraArgs:
-    """Builds the optimizer.
-
-    Weight decay is part of the update that Magma damps and masks, so that it stays in the same
-    proportion to the base's step. (After Magma it would be dense, and about 3.6 times stronger in
-    relative terms.) Clipping comes first: Magma then sees the gradients that the base sees.
+    """Builds the Llama's optimizer.
 
     Args:
         config: What to build.
@@ -134,13 +133,32 @@ def build(config: OptimizerConfig, scan_layers: bool) -> optax.GradientTransform
     Raises:
         ValueError: For values that optax or magma_optax refuse.
     """
+    return assemble(config, stacked(0) if scan_layers else "leaf", decays)
+
+
+def assemble(
+    config: OptimizerConfig, blocks: str | Callable, decays: Callable[[optax.Params], optax.Params]
+) -> optax.GradientTransformationExtraArgs:
+    """Builds the optimizer of any model.
+
+    Weight decay is part of the update that Magma damps and masks, so that it stays in the same
+    proportion to the base's step. (After Magma it would be dense, and about 3.6 times stronger in
+    relative terms.) Clipping comes first: Magma then sees the gradients that the base sees.
+
+    Args:
+        config: What to build.
+        blocks: How magma_optax cuts parameters into blocks.
+        decays: From parameters to a tree of bools: what weight decay shrinks.
+
+    Raises:
+        ValueError: For values that optax or magma_optax refuse.
+    """
     decay = optax.add_decayed_weights(config.weight_decay, mask=decays)
     base = optax.chain(
-        direction(config.name),
+        direction(config.name, config.b2),
         decay if config.weight_decay else optax.identity(),
         optax.scale_by_learning_rate(schedule(config)),
     )
-    blocks: str | Callable = stacked(0) if scan_layers else "leaf"
     common = {"where": attention_and_mlp, "blocks": blocks, "key": config.mask_key}
     if config.masking == "magma":
         base = with_magma(base, config.survival_prob, config.temperature, **common)

@@ -1,0 +1,1 @@
+"""Pre-training of a mixture of experts with Magma."""
