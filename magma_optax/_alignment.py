@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from magma_optax._blocks import AxisName, Blocks
+from magma_optax._mesh import varying_axes
 
 
 def update_momentum(momentum: jax.Array, gradient: jax.Array, b1: Any) -> jax.Array:
@@ -77,6 +78,9 @@ def _sum_over_mesh(
     groups: dict[tuple[str, ...], list[str]] = {}
     for path, cut in blocks.items():
         axes = tuple(name for name in names if name not in cut.axis_names)
+        varying = frozenset[str]().union(*map(varying_axes, products[path]))
+        if varying:  # A leaf sharded over some of the axes: JAX refuses to sum over the others.
+            axes = tuple(name for name in axes if name in varying)
         groups.setdefault(axes, []).append(path)
     return {
         path: sums
