@@ -30,8 +30,8 @@ def typed_like(path: str, new: jax.Array, old: jax.Array) -> jax.Array:
             f"the state holds one for all. If the leaf is sharded over it, add {axes} to axis_name "
             "(or, where a block axis is sharded, use stacked(axis, axis_name=...)). If the leaf is "
             f"replicated, take the gradient's mean before update: jax.lax.pmean(grads, {axes}). If "
-            "each device trains a model of its own, let the state vary too: "
-            f"jax.lax.pcast(state, {axes}, to='varying')"
+            "each device trains a model of its own, let the scores vary: "
+            f"jax.lax.pcast(state.alignment, {axes}, to='varying')"
         )
     spec, sharding = jax.typeof(old).sharding.spec, jax.typeof(new).sharding
     if sharding.spec == spec:  # Always so on Auto meshes.

@@ -85,9 +85,9 @@ def updater(tx):
     return lambda grads, state, params: tx.update(grads, state, params, grad=grads)
 
 
-def alone(tx, grads=GRADS):
+def alone(tx, grads=GRADS, params=PARAMS):
     """The same steps on one device."""
-    params = jax.tree.map(jnp.asarray, PARAMS)
+    params = jax.tree.map(jnp.asarray, params)
     return run(jax.jit(updater(tx)), tx.init(params), params, grads)
 
 
