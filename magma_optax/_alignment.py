@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from magma_optax._blocks import AxisName, Blocks
+from magma_optax._mesh import varying_axes
 
 
 def update_momentum(momentum: jax.Array, gradient: jax.Array, b1: Any) -> jax.Array:
@@ -90,6 +91,9 @@ def _sum_over_mesh(
     groups: dict[tuple[str, ...], list[str]] = {}
     for path, cut in blocks.items():
         axes = tuple(name for name in names if name not in cut.axis_names)
+        varying = frozenset[str]().union(*map(varying_axes, products[path]))
+        if varying:  # A leaf sharded over some of the axes: JAX refuses to sum over the others.
+            axes = tuple(name for name in axes if name in varying)
         groups.setdefault(axes, []).append(path)
     return {
         path: sums

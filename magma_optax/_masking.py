@@ -9,6 +9,7 @@ from magma_optax._alignment import cosine_similarity, widen
 from magma_optax._blocks import Blocks
 from magma_optax._coins import uniforms
 from magma_optax._hyperparameters import Hyperparameters, at_step
+from magma_optax._mesh import typed_like
 from magma_optax._paths import map_by_path
 from magma_optax._state import MagmaState
 
@@ -38,6 +39,7 @@ def score_and_toss(
     scores, probabilities = {}, {}
     for path, cosine in cosine_similarity(mu, g, blocks, hp.axis_name).items():
         previous = state.alignment[path]
+        cosine = typed_like(path, cosine, previous)
         finite = jnp.isfinite(cosine)
         alignment = jnp.where(finite, jax.nn.sigmoid(cosine / tau), previous)
         scores[path] = jnp.where(finite, decay * previous + (1 - decay) * alignment, previous)

@@ -30,7 +30,7 @@ def test_readme_has_two_commands():
 
 def test_file_tree_is_true():
     (tree,) = [b for b in blocks("README.md", "") if "magma_optax/" in b]
-    named = set(re.findall(r"_\w+\.py", tree))
+    named = set(re.findall(r"\b_\w+\.py", tree))
     assert named == {f.name for f in (ROOT / "magma_optax").glob("_*.py")} - {"__init__.py"}
     for path in re.findall(r"^\w[\w/]*(?:\.py|/)", tree, re.M):
         assert (ROOT / path).exists(), path

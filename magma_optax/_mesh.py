@@ -1,0 +1,39 @@
+"""What JAX's types tell of devices: shardings on Explicit meshes, variation in ``shard_map``."""
+
+import jax
+from jax.sharding import NamedSharding
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Mesh axes of ``shard_map`` along which ``x`` may differ from device to device.
+
+    Empty where JAX does not track them: with ``check_vma=False`` and outside ``shard_map``.
+    """
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def typed_like(path: str, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Reshard a block's new value as the one in the state, so that a state's types never change.
+
+    Args:
+      path: the leaf, for the error.
+      new: array of the shape of ``old``.
+      old: array from the state.
+
+    Raises:
+      ValueError: devices of ``shard_map`` would disagree on ``new`` where they agreed on ``old``.
+    """
+    if apart := sorted(varying_axes(new) - varying_axes(old)):
+        axes = ", ".join(map(repr, apart))
+        raise ValueError(
+            f"{path!r}: devices along mesh axis {axes} would each get a score of their own, but "
+            f"the state holds one for all. If the leaf is sharded over it, add {axes} to axis_name "
+            "(or, where a block axis is sharded, use stacked(axis, axis_name=...)). If the leaf is "
+            f"replicated, take the gradient's mean before update: jax.lax.pmean(grads, {axes}). If "
+            "each device trains a model of its own, let the scores vary: "
+            f"jax.lax.pcast(state.alignment, {axes}, to='varying')"
+        )
+    spec, sharding = jax.typeof(old).sharding.spec, jax.typeof(new).sharding
+    if sharding.spec == spec:  # Always so on Auto meshes.
+        return new
+    return jax.sharding.reshard(new, NamedSharding(sharding.mesh, spec))
