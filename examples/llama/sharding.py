@@ -179,7 +179,9 @@ def reader(mesh: Mesh, count: int) -> tuple[int, int]:
         held.setdefault(device.process_index, set()).add(index.indices(count)[:2])
     shares = sorted({tuple(sorted(pieces)) for pieces in held.values()})
     if sum(len(share) for share in shares) != len({piece for s in shares for piece in s}):
-        raise ValueError("the mesh spreads rows unevenly over the hosts; give `tensor` fewer devices")
+        raise ValueError(
+            "the mesh spreads rows unevenly over the hosts; give `tensor` fewer devices"
+        )
     return shares.index(tuple(sorted(held[jax.process_index()]))), len(shares)
 
 

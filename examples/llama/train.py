@@ -14,11 +14,12 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from examples.llama.options import SettingsError, configuration, masking, parser
 from examples.llama.plot import plot
 from examples.llama.sample import sample
 from magma_optax import summarize
+
+FAILED = 3  # exit status of a host that failed or lost another
 
 Batch = dict[str, Array]  # "inputs", "targets": int32 (B, T); target -1 has no loss
 
@@ -89,7 +92,8 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
     def validate(params: optax.Params, limit: int) -> float:
         """Averages the loss over the tokens of `limit` batches, spread over the held-out split."""
         batches = itertools.islice(data.valid(), 0, None, max(1, valid_batches // limit))
-        sums = jax.device_get([valid_step(params, sharding.place(batch, layout)) for batch in batches])
+        placed = (sharding.place(batch, layout) for batch in batches)
+        sums = jax.device_get([valid_step(params, batch) for batch in placed])
         nll, count = np.sum(sums, axis=0, dtype=np.float64)
         return float(nll / count)
 
@@ -99,12 +103,14 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         # Left in reverse order: signals stay held until the last checkpoint is complete.
         stop = stack.enter_context(StopSignal())
         stack.enter_context(jax.set_mesh(mesh))  # the model looks at it
+        stack.enter_context(one_for_all())  # the last checkpoint may fail
         manager = stack.enter_context(checkpoint.open_manager(folder / "checkpoints"))
+        stack.enter_context(one_for_all())  # and if a step does, it isn't waited for
 
         # Start, or go on.
         batches = iter(data.train)
         target = abstract_state(init, layout)
-        restored = checkpoint.restore(manager, *target, batches, settings)
+        restored = checkpoint.restore(manager, *target, batches, shares, settings)
         step, params, opt_state = restored or (0, *init())
         log = stack.enter_context(metrics.Metrics(folder, step)) if primary else None
         if primary:
@@ -145,7 +151,7 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
                     show(bar, step, record)
                 clock = time.perf_counter()
             if saving:
-                checkpoint.save(manager, step, params, opt_state, batches, settings)
+                checkpoint.save(manager, step, params, opt_state, batches, shares, settings)
             bar.update()
             if stopping:
                 break
@@ -314,7 +320,8 @@ def write_samples(
         length=args.seq_len,
         temperature=args.sample_temperature,
     )
-    return [data.decode(row) for row in np.asarray(tokens).tolist()]
+    tokens = multihost_utils.process_allgather(tokens, tiled=True)  # wherever they are
+    return [data.decode(row) for row in tokens.tolist()]
 
 
 def report(folder: Path, data: Data, lines: list[str]) -> None:
@@ -413,14 +420,16 @@ class StopSignal:
         return self.number is not None
 
 
-def join_hosts() -> None:
-    """Connects the processes, one a host, that the cluster's environment speaks of.
+def join_hosts(args: argparse.Namespace) -> None:
+    """Connects the processes, one a host.
 
     Raises:
-        SettingsError: If there is no such environment, or no answer.
+        SettingsError: If neither `--distributed` nor the cluster's environment says which they are,
+            or if they don't answer.
     """
     try:
-        jax.distributed.initialize()
+        # The first three from the environment, if they are not given.
+        jax.distributed.initialize(*args.distributed, heartbeat_timeout_seconds=args.host_timeout)
     except (ValueError, RuntimeError) as error:
         raise SettingsError(f"--distributed: {error}") from None
 
@@ -430,12 +439,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parser().parse_args(argv)
     try:
-        if args.distributed:
-            join_hosts()
+        if args.distributed is not None:
+            join_hosts(args)
         return train(resolve(args), argv)
     except (SettingsError, DataError, checkpoint.ConfigurationError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error(str(error))
         return 2
+
+
+def print_error(message: str) -> None:
+    """Prints `message` as one line."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def one_for_all() -> Iterator[None]:
+    """With several hosts, ends this process at once if what it holds fails.
+
+    An orderly end would wait for the other hosts: for their part of a checkpoint, and for all to
+    leave together. But they are gone, or wait for this one. A host that waits inside the runtime
+    is ended by it after `--host-timeout`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1 or isinstance(error, checkpoint.ConfigurationError):
+            raise  # there is no other, or all see the same error
+        print_error(
+            f"host {jax.process_index()} of {jax.process_count()} can't go on, as it failed or "
+            "lost another; start all hosts again with --resume, which goes on from the last "
+            f"complete checkpoint ({type(error).__name__}: {error})"
+        )
+        os._exit(FAILED)
 
 
 if __name__ == "__main__":
