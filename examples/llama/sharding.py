@@ -180,7 +180,7 @@ def reader(mesh: Mesh, count: int) -> tuple[int, int]:
     shares = sorted({tuple(sorted(pieces)) for pieces in held.values()})
     if sum(len(share) for share in shares) != len({piece for s in shares for piece in s}):
         raise ValueError(
-            "the mesh spreads rows unevenly over the hosts; give `tensor` fewer devices"
+            "the hosts would share rows in part; give tensor fewer devices"
         )
     return shares.index(tuple(sorted(held[jax.process_index()]))), len(shares)
 

@@ -63,7 +63,10 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
     primary = jax.process_index() == 0  # the host that writes
     tx, learning_rate = make_optimizer(args)
     mesh = sharding.make_mesh(args.mesh, explicit=args.mesh_axes == "explicit")
-    share, shares = sharding.reader(mesh, args.batch_size)
+    try:
+        share, shares = sharding.reader(mesh, args.batch_size)
+    except ValueError as error:
+        raise SettingsError(f"--mesh: {error}") from None
     data = load(
         args.data,
         seq_len=args.seq_len,
