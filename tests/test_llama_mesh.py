@@ -1,6 +1,7 @@
 """The Llama trainer on meshes of eight emulated devices: placement, and the same run on all."""
 
 import itertools
+import re
 import warnings
 
 import grain
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from examples.llama import checkpoint, sharding, train
@@ -178,6 +180,29 @@ def test_scores_step_and_key_are_replicated(initial):
 def test_a_step_takes_over_all_buffers(initial):
     for _, _, donated in initial.values():
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_tensor_splits_the_matrix_products_and_gathers_nothing(explicit):
+    config = model(num_layers=1, num_heads=4)
+    mesh = sharding.make_mesh(sizes(data=2, tensor=4), explicit)
+    graphdef, shapes = train.abstract_model(config, SEED)
+    layout = layout_of(mesh, config, optimizer())
+    params = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        layout.params,
+    )
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=layout.rows)
+    with jax.set_mesh(mesh):
+        forward = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+        text = forward.lower(params, tokens).compile().as_text()
+    products = re.findall(r"= f32\[(\d+),(\d+)\]\S* dot\(", text)
+    widths = sorted(int(columns) for _, columns in products)
+    # q, k, v: a head; gate, up: a quarter of 24; head: a quarter of 32; o, down: whole sums
+    assert widths == [4, 4, 4, 6, 6, 8, 16, 16]
+    assert len(re.findall(r" all-reduce\(", text)) == 3  # embedding, o, down
+    assert "all-gather" not in text
 
 
 # ---------------------------------------------------------------------------------------------

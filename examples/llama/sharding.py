@@ -179,9 +179,7 @@ def reader(mesh: Mesh, count: int) -> tuple[int, int]:
         held.setdefault(device.process_index, set()).add(index.indices(count)[:2])
     shares = sorted({tuple(sorted(pieces)) for pieces in held.values()})
     if sum(len(share) for share in shares) != len({piece for s in shares for piece in s}):
-        raise ValueError(
-            "the hosts would share rows in part; give tensor fewer devices"
-        )
+        raise ValueError("the hosts would share rows in part; give tensor fewer devices")
     return shares.index(tuple(sorted(held[jax.process_index()]))), len(shares)
 
 
@@ -211,7 +209,7 @@ def zeros(params: optax.Params, layout: Layout) -> optax.Params:
 
 
 # ---------------------------------------------------------------------------------------------
-# Inside the model. Both look at the mesh in use (`jax.set_mesh`); without one they do nothing.
+# Inside the model. All look at the mesh in use (`jax.set_mesh`); without one they do nothing.
 
 
 def spread(x: Array) -> Array:
@@ -245,7 +243,8 @@ def gathered(module: Module) -> Module:
     With Auto axes the compiler does it. Explicit axes leave it to us, as rows and parameters are
     both spread over `fsdp`. The derivative scatters the gradient again.
     """
-    if not is_explicit(jax.sharding.get_abstract_mesh()):
+    mesh = jax.sharding.get_abstract_mesh()
+    if not (set(AXES) <= set(mesh.axis_names) and is_explicit(mesh)):
         return module
     return with_parameters(module, lambda x: jax.sharding.reshard(x, PartitionSpec()))
 
