@@ -66,9 +66,19 @@ def save(
     params: optax.Params,
     opt_state: optax.OptState,
     data: grain.DatasetIterator,
+    shares: int,
     config: dict[str, Any],
 ) -> None:
     """Starts to write a checkpoint; when it returns, the arrays may be donated.
+
+    Args:
+        manager: From `open_manager`.
+        step: The number of steps done.
+        params: The parameters.
+        opt_state: The optimizer's state.
+        data: The training iterator; every process writes its own place.
+        shares: Into how many shares the hosts divide each batch.
+        config: This run's configuration.
 
     Raises:
         OSError: If the disk has no room for it, or the checkpoint before could not be completed.
@@ -81,6 +91,7 @@ def save(
         opt_state=ocp.args.StandardSave(opt_state),
         data=grain.checkpoint.CheckpointSave(data),
         config=ocp.args.JsonSave(config),
+        readers=ocp.args.JsonSave(readers(shares)),
     )
     with disk_errors():
         manager.save(step, args=items, force=True)
@@ -91,36 +102,55 @@ def restore(
     params: optax.Params,
     opt_state: optax.OptState,
     data: grain.DatasetIterator,
+    shares: int,
     config: dict[str, Any],
 ) -> tuple[int, optax.Params, optax.OptState] | None:
-    """Restores the latest complete checkpoint.
+    """Restores the latest complete checkpoint, on any number of processes and any mesh.
 
     Args:
         manager: From `open_manager`.
         params: `jax.ShapeDtypeStruct` with shardings, one for each parameter.
         opt_state: The same for the optimizer's state.
         data: The training iterator; moved to the checkpoint's place.
+        shares: Into how many shares the hosts divide each batch now.
         config: This run's configuration.
 
     Returns:
         The number of steps done, parameters and optimizer state; None if there is no checkpoint.
 
     Raises:
-        ConfigurationError: If the checkpoint's configuration is another.
+        ConfigurationError: If the checkpoint's configuration is another, or if its data is a
+            stream that another number of hosts read.
     """
     step = manager.latest_step()
     if step is None:
         return None
-    saved = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
+    json = {"config": ocp.args.JsonRestore(), "readers": ocp.args.JsonRestore()}
+    saved = manager.restore(step, args=ocp.args.Composite(**json))
     if found := differences(saved["config"], config):
         raise ConfigurationError(f"{manager.directory} holds another configuration: {found}")
-    items = ocp.args.Composite(
-        params=ocp.args.StandardRestore(params),
-        opt_state=ocp.args.StandardRestore(opt_state),
-        data=grain.checkpoint.CheckpointRestore(data),
-    )
-    restored = manager.restore(step, args=items)
+    items = {
+        "params": ocp.args.StandardRestore(params),
+        "opt_state": ocp.args.StandardRestore(opt_state),
+    }
+    if saved["readers"] == readers(shares):
+        items["data"] = grain.checkpoint.CheckpointRestore(data)
+    elif "next_index" in data.get_state():
+        # Data in memory: batch k has the same rows on any number of hosts, and a step takes one.
+        data.set_state({"next_index": step})
+    else:
+        was, now = saved["readers"]["shares"], shares
+        raise ConfigurationError(
+            f"{manager.directory} has places in a stream for {was} hosts, not for {now}; "
+            f"go on with {was}, or start a new run with another --out"
+        )
+    restored = manager.restore(step, args=ocp.args.Composite(**items))
     return step, restored["params"], restored["opt_state"]
+
+
+def readers(shares: int) -> dict[str, int]:
+    """Returns what decides whose place in the data is whose."""
+    return {"processes": jax.process_count(), "shares": shares}
 
 
 def differences(saved: dict[str, Any], ours: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from flax import nnx
 from jax import Array
 
 from examples.llama.config import LlamaConfig
+from examples.llama.sharding import embed, gathered, spread
 
 
 def linear(config: LlamaConfig, inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
@@ -156,17 +157,17 @@ class Llama(nnx.Module):
         cos, sin = rope(self.config, tokens.shape[1])
 
         def apply(x: Array, layer: Layer) -> Array:
-            return layer(x, cos, sin)
+            return spread(gathered(layer)(x, cos, sin))
 
         if self.config.remat:
             apply = nnx.remat(apply)
-        x = self.embed_tokens(tokens)  # (B, T, D)
+        x = embed(self.embed_tokens, tokens)  # (B, T, D)
         if self.config.scan_layers:
             x = nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
         else:
             for layer in self.layers:
                 x = apply(x, layer)
-        return self.lm_head(self.norm(x))  # (B, T, V)
+        return gathered(self.lm_head)(gathered(self.norm)(x))  # (B, T, V)
 
 
 def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:

@@ -11,12 +11,17 @@ import jax
 
 from examples.llama.config import PRESETS, RECIPES
 from examples.llama.optimizers import LEARNING_RATES
+from examples.llama.sharding import AXES
 
-# These may change when a run goes on: they don't touch the parameters.
+# These may change when a run goes on: they don't touch the parameters, beyond rounding.
 FREE_SETTINGS = {
     "out",
     "resume",
+    "mesh",
+    "mesh_axes",
+    "accumulate",
     "distributed",
+    "host_timeout",
     "checkpoint_every",
     "eval_every",
     "eval_batches",
@@ -69,6 +74,28 @@ def probability(text: str) -> float | str:
     return text if text == "alignment" else number(0.0, above=True)(text)
 
 
+def mesh(text: str) -> dict[str, int]:
+    """Parses sizes of mesh axes, such as ``data=2,fsdp=4``."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or name in sizes:
+            raise argparse.ArgumentTypeError(f"{part!r}: give each of {', '.join(AXES)} once")
+        sizes[name] = int(whole(1)(size))
+    return sizes
+
+
+def hosts(text: str) -> tuple[str, int, int]:
+    """Parses the first host's address, the number of hosts and this host's number."""
+    parts = text.split(",")
+    if len(parts) != 3 or ":" not in parts[0]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ADDRESS:PORT,COUNT,NUMBER")
+    count, index = int(whole(1)(parts[1])), int(whole(0)(parts[2]))
+    if index >= count:
+        raise argparse.ArgumentTypeError(f"host {index} of {count}: numbers start at 0")
+    return parts[0], count, index
+
+
 def parser() -> Parser:
     """Returns the parser of the command line."""
     count, positive, seed = whole(1), number(0.0, above=True), whole(0)
@@ -115,7 +142,20 @@ def parser() -> Parser:
     add("--log-every", type=count, default=10, help="steps (%(default)s)")
     add("--prompt", default="def ", help="start of the sampled lines (%(default)r)")
     add("--sample-temperature", type=positive, default=0.8, help="(%(default)s)")
-    add("--distributed", action="store_true", help="one process a host: jax.distributed")
+
+    add = parser.add_argument_group("devices and hosts").add_argument
+    add("--mesh", type=mesh, default={}, help="data=2,fsdp=2,tensor=1 (all devices on data)")
+    add("--mesh-axes", choices=["auto", "explicit"], default="auto", help="type (%(default)s)")
+    add("--accumulate", type=count, default=1, help="micro-batches a batch (%(default)s)")
+    add(
+        "--distributed",
+        type=hosts,
+        nargs="?",
+        const=(),
+        metavar="ADDRESS:PORT,COUNT,NUMBER",
+        help="one process a host; without a value, as the cluster's environment says",
+    )
+    add("--host-timeout", type=count, default=100, help="seconds; then a silent host is lost")
     return parser
 
 
@@ -129,7 +169,7 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         raise SettingsError("--magma and --skip-update exclude each other")
     if args.survival_prob == "alignment" and not args.magma:
         raise SettingsError("--survival-prob alignment needs --magma")
-    if args.distributed and args.out is None:
+    if args.distributed is not None and args.out is None:
         raise SettingsError("--distributed needs --out, one folder that all hosts see")
     if args.resume and args.out is None:
         raise SettingsError("--resume needs --out, the folder of the run to go on with")
@@ -147,13 +187,35 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
 
     if args.warmup >= args.steps:
         raise SettingsError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
-    if args.batch_size % jax.device_count():
+    args.mesh = whole_mesh(args.mesh, jax.device_count())
+    rows = args.mesh["data"] * args.mesh["fsdp"]
+    if args.batch_size % rows:
         raise SettingsError(
-            f"--batch-size {args.batch_size} is not a multiple of the {jax.device_count()} devices"
+            f"--batch-size {args.batch_size} is not a multiple of the {rows} devices "
+            "that its rows are spread over (data times fsdp)"
+        )
+    if args.batch_size % (rows * args.accumulate):
+        raise SettingsError(
+            f"--accumulate {args.accumulate} does not cut --batch-size {args.batch_size} "
+            f"into multiples of {rows} rows (data times fsdp)"
         )
     if args.attention == "cudnn" and (platform, args.dtype) != ("gpu", "bfloat16"):
         raise SettingsError("--attention cudnn needs a GPU and --dtype bfloat16")
     return args
+
+
+def whole_mesh(sizes: dict[str, int], devices: int) -> dict[str, int]:
+    """Completes the sizes of the mesh: `data` takes the devices that are left, others 1.
+
+    Raises:
+        SettingsError: If the product isn't the number of devices.
+    """
+    others = math.prod(size for name, size in sizes.items() if name != "data")
+    full = {name: 1 for name in AXES} | {"data": max(1, devices // others)} | sizes
+    if math.prod(full.values()) != devices:
+        given = ",".join(f"{name}={size}" for name, size in full.items())
+        raise SettingsError(f"--mesh {given} is not made of all {devices} devices")
+    return full
 
 
 def default(args: argparse.Namespace, name: str, value: Any) -> None:

@@ -3,7 +3,7 @@
     python -m examples.llama.train --magma
 
 The defaults train a small byte-level model on the Python standard library's text and code in about
-two minutes on two CPU cores. Several devices share each batch; parameters are replicated.
+two minutes on two CPU cores. Several devices and hosts share the work as `--mesh` says.
 
 A run that was killed goes on with `--resume` and ends with the same parameters bit for bit (on
 GPUs, with XLA_FLAGS=--xla_gpu_deterministic_ops=true).
@@ -14,11 +14,12 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,9 @@ import optax
 from flax import nnx
 from jax import Array
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from examples.llama import checkpoint, metrics, optimizers
+from examples.llama import checkpoint, metrics, optimizers, sharding
 from examples.llama.config import PRESETS, LlamaConfig
 from examples.llama.data import Data, DataError, load
 from examples.llama.model import Llama, cross_entropy
@@ -40,6 +40,8 @@ from examples.llama.options import SettingsError, configuration, masking, parser
 from examples.llama.plot import plot
 from examples.llama.sample import sample
 from magma_optax import summarize
+
+FAILED = 3  # exit status of a host that failed or lost another
 
 Batch = dict[str, Array]  # "inputs", "targets": int32 (B, T); target -1 has no loss
 
@@ -60,13 +62,20 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """
     primary = jax.process_index() == 0  # the host that writes
     tx, learning_rate = make_optimizer(args)
+    mesh = sharding.make_mesh(args.mesh, explicit=args.mesh_axes == "explicit")
+    try:
+        share, shares = sharding.reader(mesh, args.batch_size)
+    except ValueError as error:
+        raise SettingsError(f"--mesh: {error}") from None
     data = load(
         args.data,
         seq_len=args.seq_len,
-        batch_size=args.batch_size // jax.process_count(),
+        batch_size=args.batch_size // shares,
         seed=args.seed,
         tokenizer=args.tokenizer,
         packing=args.packing,
+        process_index=share,
+        process_count=shares,
     )
     config = dataclasses.replace(
         PRESETS[args.preset],
@@ -77,24 +86,17 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         attention=args.attention,
     )
 
-    # Parameters on every device, rows of the batch spread over them.
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    by_row = NamedSharding(mesh, PartitionSpec("data"))
-    graphdef, init, train_step, valid_step = make_functions(config, tx, args.seed, everywhere)
-
-    def place(batch: dict[str, np.ndarray]) -> Batch:
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(by_row, x), batch)
-
-    def abstract(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+    graphdef, shapes = abstract_model(config, args.seed)
+    layout = sharding.make_layout(mesh, config, tx, shapes)
+    init, train_step, valid_step = make_functions(config, tx, args.seed, layout)
 
     valid_batches = sum(1 for _ in data.valid())
 
     def validate(params: optax.Params, limit: int) -> float:
         """Averages the loss over the tokens of `limit` batches, spread over the held-out split."""
         batches = itertools.islice(data.valid(), 0, None, max(1, valid_batches // limit))
-        sums = jax.device_get([valid_step(params, place(batch)) for batch in batches])
+        placed = (sharding.place(batch, layout) for batch in batches)
+        sums = jax.device_get([valid_step(params, batch) for batch in placed])
         nll, count = np.sum(sums, axis=0, dtype=np.float64)
         return float(nll / count)
 
@@ -103,17 +105,20 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         # Left in reverse order: signals stay held until the last checkpoint is complete.
         stop = stack.enter_context(StopSignal())
+        stack.enter_context(jax.set_mesh(mesh))  # the model looks at it
+        stack.enter_context(one_for_all())  # the last checkpoint may fail
         manager = stack.enter_context(checkpoint.open_manager(folder / "checkpoints"))
+        stack.enter_context(one_for_all())  # and if a step does, it isn't waited for
 
         # Start, or go on.
         batches = iter(data.train)
-        target = jax.tree.map(abstract, jax.eval_shape(init))
-        restored = checkpoint.restore(manager, *target, batches, settings)
+        target = abstract_state(init, layout)
+        restored = checkpoint.restore(manager, *target, batches, shares, settings)
         step, params, opt_state = restored or (0, *init())
         log = stack.enter_context(metrics.Metrics(folder, step)) if primary else None
         if primary:
             size = sum(x.size for x in jax.tree.leaves(params))
-            print(f"{args.preset}: {size:,} parameters, {jax.device_count()} device(s)")
+            print(f"{args.preset}: {size:,} parameters, {describe(mesh)}")
             print(data.name)
             print(f"{folder}: from step {step} to {args.steps}", flush=True)
         bar = tqdm(total=args.steps, initial=step, unit="step", disable=not primary)
@@ -122,7 +127,8 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         seen: list[dict[str, Array]] = []  # on the device until the next record
         start = step
         while step < args.steps:
-            params, opt_state, now = train_step(params, opt_state, place(next(batches)))
+            batch = sharding.place_micro(next(batches), layout, args.accumulate)
+            params, opt_state, now = train_step(params, opt_state, batch)
             if step == start:
                 clock = time.perf_counter()  # the first call compiles; speed counts from here
             step += 1
@@ -148,7 +154,7 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
                     show(bar, step, record)
                 clock = time.perf_counter()
             if saving:
-                checkpoint.save(manager, step, params, opt_state, batches, settings)
+                checkpoint.save(manager, step, params, opt_state, batches, shares, settings)
             bar.update()
             if stopping:
                 break
@@ -158,28 +164,38 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
             name = signal.Signals(stop.number or signal.SIGTERM).name
             print(f"{name}: stopped after step {step}; go on with: {resume_command(argv, folder)}")
         return 128 + (stop.number or signal.SIGTERM)
-    lines = write_samples(args, data, graphdef, params)
+    with jax.set_mesh(mesh):
+        lines = write_samples(args, data, graphdef, params)
     if primary:
         report(folder, data, lines)
     return 0
+
+
+def abstract_model(config: LlamaConfig, seed: int) -> tuple[nnx.GraphDef, optax.Params]:
+    """Returns the model's structure and its parameters' `jax.ShapeDtypeStruct`."""
+    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(seed)))
+    graphdef, state = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(state)
 
 
 def make_functions(
     config: LlamaConfig,
     tx: optax.GradientTransformationExtraArgs,
     seed: int,
-    everywhere: NamedSharding,
-) -> tuple[nnx.GraphDef, Callable, Callable, Callable]:
-    """Splits the model once and returns pure functions of its parameters.
+    layout: sharding.Layout,
+) -> tuple[Callable, Callable, Callable]:
+    """Returns pure functions of the model's parameters; call them under `jax.set_mesh`.
 
     Returns:
-        The model's structure; ``init() -> params, opt_state``;
-        ``train_step(params, opt_state, batch) -> params, opt_state, metrics``, which takes over the
-        buffers of the first two; ``valid_step(params, batch) -> sum of losses, number of tokens``.
+        ``init() -> params, opt_state``; ``train_step(params, opt_state, batch) -> params,
+        opt_state, metrics``, which takes micro-batches, int32 (N, B / N, T), and takes over the
+        buffers of the first two; ``valid_step(params, batch) -> sum of losses, number of tokens``
+        of a batch, int32 (B, T).
     """
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(seed))))
+    graphdef, _ = abstract_model(config, seed)
+    state = (layout.params, layout.opt_state)
 
-    @jax.jit(out_shardings=everywhere)
+    @jax.jit(out_shardings=state)
     def init() -> tuple[optax.Params, optax.OptState]:
         params = nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(seed))))
         return params, tx.init(params)
@@ -188,19 +204,46 @@ def make_functions(
         logits = nnx.merge(graphdef, params)(batch["inputs"])  # (B, T, V)
         return cross_entropy(logits, batch["targets"])
 
-    def mean_loss(params: optax.Params, batch: Batch) -> Array:
-        nll, count = loss(params, batch)
-        return nll / jnp.maximum(count, 1)
-
-    @jax.jit(donate_argnums=(0, 1), out_shardings=everywhere)
+    @jax.jit(donate_argnums=(0, 1), out_shardings=(*state, layout.replicated))
     def train_step(params: optax.Params, opt_state: optax.OptState, batch: Batch):
-        value, grads = jax.value_and_grad(mean_loss)(params, batch)
+        count = jnp.maximum(jnp.sum(batch["targets"] >= 0, dtype=jnp.float32), 1)
+
+        def mean_loss(params: optax.Params, micro: Batch) -> Array:
+            nll, _ = loss(params, micro)
+            return nll / count  # a token weighs the same in every micro-batch
+
+        value, grads = accumulated(jax.value_and_grad(mean_loss), params, batch, layout)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
         return params, opt_state, metrics | summarize(opt_state)
 
-    return graphdef, init, train_step, jax.jit(loss)
+    return init, train_step, jax.jit(loss, out_shardings=layout.replicated)
+
+
+def accumulated(
+    value_and_grad: Callable, params: optax.Params, batch: Batch, layout: sharding.Layout
+) -> tuple[Array, optax.Params]:
+    """Sums values and gradients over the micro-batches of `batch`, each (N, ...), one at a time."""
+    count = len(batch["inputs"])
+    if count == 1:
+        return value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
+
+    def add(total: tuple[Array, optax.Params], micro: Batch):
+        return optax.tree.add(total, value_and_grad(params, micro)), None
+
+    start = jnp.zeros(()), sharding.zeros(params, layout)
+    total, _ = jax.lax.scan(add, start, batch)
+    return total
+
+
+def abstract_state(init: Callable, layout: sharding.Layout) -> tuple[optax.Params, optax.OptState]:
+    """Returns what ``init()`` would, as `jax.ShapeDtypeStruct` with shardings."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        jax.eval_shape(init),
+        (layout.params, layout.opt_state),
+    )
 
 
 def make_optimizer(
@@ -239,6 +282,13 @@ def summary(seen: list[dict[str, Array]], tokens: int, clock: float) -> dict[str
     return record | {"loss": loss, "perplexity": perplexity(loss), "tokens_per_second": speed}
 
 
+def describe(mesh: jax.sharding.Mesh) -> str:
+    """Names the devices and, where there are several, the mesh that they form."""
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+    hosts = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
+    return f"{mesh.size} device(s){hosts}{f': {axes}' if axes else ''}"
+
+
 def perplexity(loss: float) -> float:
     """Returns exp(loss), or infinity for a run that diverged."""
     return math.inf if loss > 700 else math.exp(loss)
@@ -273,7 +323,8 @@ def write_samples(
         length=args.seq_len,
         temperature=args.sample_temperature,
     )
-    return [data.decode(row) for row in np.asarray(tokens).tolist()]
+    tokens = multihost_utils.process_allgather(tokens, tiled=True)  # wherever they are
+    return [data.decode(row) for row in tokens.tolist()]
 
 
 def report(folder: Path, data: Data, lines: list[str]) -> None:
@@ -372,14 +423,16 @@ class StopSignal:
         return self.number is not None
 
 
-def join_hosts() -> None:
-    """Connects the processes, one a host, that the cluster's environment speaks of.
+def join_hosts(args: argparse.Namespace) -> None:
+    """Connects the processes, one a host.
 
     Raises:
-        SettingsError: If there is no such environment, or no answer.
+        SettingsError: If neither `--distributed` nor the cluster's environment says which they are,
+            or if they don't answer.
     """
     try:
-        jax.distributed.initialize()
+        # The first three from the environment, if they are not given.
+        jax.distributed.initialize(*args.distributed, heartbeat_timeout_seconds=args.host_timeout)
     except (ValueError, RuntimeError) as error:
         raise SettingsError(f"--distributed: {error}") from None
 
@@ -389,12 +442,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parser().parse_args(argv)
     try:
-        if args.distributed:
-            join_hosts()
+        if args.distributed is not None:
+            join_hosts(args)
         return train(resolve(args), argv)
     except (SettingsError, DataError, checkpoint.ConfigurationError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error(str(error))
         return 2
+
+
+def print_error(message: str) -> None:
+    """Prints `message` as one line."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def one_for_all() -> Iterator[None]:
+    """With several hosts, ends this process at once if what it holds fails.
+
+    An orderly end would wait for the other hosts: for their part of a checkpoint, and for all to
+    leave together. But they are gone, or wait for this one. A host that waits inside the runtime
+    is ended by it after `--host-timeout`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1 or isinstance(error, checkpoint.ConfigurationError):
+            raise  # there is no other, or all see the same error
+        print_error(
+            f"host {jax.process_index()} of {jax.process_count()} can't go on, as it failed or "
+            "lost another; start all hosts again with --resume, which goes on from the last "
+            f"complete checkpoint ({type(error).__name__}: {error})"
+        )
+        os._exit(FAILED)
 
 
 if __name__ == "__main__":

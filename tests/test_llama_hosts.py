@@ -1,0 +1,182 @@
+"""The Llama trainer on several hosts: real processes that talk over loopback."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.llama.data import load
+from magma_optax import attention_and_mlp
+
+ROOT = Path(__file__).parents[1]
+STEPS = 8
+LIMIT = 240  # seconds for a run, on a machine that does other things too
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    words = "the a mask of update moment gradient block keeps drops moves layer each every".split()
+    order = np.random.default_rng(0).integers(len(words), size=4000)
+    path.write_text(" ".join(words[i] for i in order))
+    return path
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(folder, corpus, hosts, devices, *more, die_at=0):
+    """Starts a run on `hosts` processes with `devices` each; it tells about itself in `folder`."""
+    argv = f"--preset tiny --batch-size 8 --seq-len 16 --steps {STEPS} --magma --optimizer rmsprop"
+    argv += " --learning-rate 0.001 --checkpoint-every 4 --log-every 4 --host-timeout 20"
+    argv += f" --out {folder}/run"
+    address = f"127.0.0.1:{free_port()}"
+    env = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "error",
+    }
+
+    def host(number):
+        script = [sys.executable, str(ROOT / "tests" / "llama_host.py"), str(folder), str(die_at)]
+        join = ["--distributed", f"{address},{hosts},{number}"] if hosts > 1 else []
+        command = [*script, *argv.split(), "--data", str(corpus), *join, *more]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    return [host(number) for number in range(hosts)]
+
+
+def finish(processes):
+    """Waits for all hosts; returns their statuses and what each printed, errors last."""
+    try:
+        printed = [process.communicate(timeout=LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], printed
+
+
+def run(folder, corpus, hosts, devices, *more):
+    statuses, printed = finish(start(folder, corpus, hosts, devices, *more))
+    assert statuses == [0] * hosts, printed
+    return printed
+
+
+def state(folder, name):
+    with np.load(folder / f"{name}.npz") as arrays:
+        return dict(arrays)
+
+
+def moved(folder, step):
+    """Which attention and MLP blocks `step` moved: its coins."""
+    before, after = state(folder, f"step-{step - 1}"), state(folder, f"step-{step}")
+    return {
+        path: not np.array_equal(before[path], leaf)
+        for path, leaf in after.items()
+        if path.startswith("0/") and attention_and_mlp(path, leaf)
+    }
+
+
+def assert_same_run(folder, expected, step):
+    """Compares parameters, optimizer state and scores, up to rounding, and coins exactly."""
+    actual, wanted = state(folder, f"step-{step}"), state(expected, f"step-{step}")
+    assert actual.keys() == wanted.keys()
+    assert sum("alignment" in path for path in wanted) == 14
+    for path, leaf in wanted.items():
+        if np.issubdtype(leaf.dtype, np.integer):  # steps and the coins' key
+            np.testing.assert_array_equal(actual[path], leaf, err_msg=path)
+        else:
+            np.testing.assert_allclose(actual[path], leaf, rtol=1e-4, atol=2e-5, err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tmp_path_factory):
+    """A run of one process with four devices."""
+    folder = tmp_path_factory.mktemp("alone")
+    run(folder, corpus, 1, 4, "--mesh", "data=2,fsdp=2")
+    return folder
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_several_hosts_train_as_one(alone, corpus, tmp_path, hosts):
+    printed = run(tmp_path, corpus, hosts, 4 // hosts, "--mesh", "data=2,fsdp=2")
+    assert f"4 device(s) on {hosts} hosts: data 2, fsdp 2" in printed[0][0]
+    for out, _ in printed[1:]:  # the first host speaks for all
+        assert not [line for line in out.splitlines() if not line.startswith("[Gloo]")]
+    for step in range(2, STEPS + 1):
+        coins = moved(tmp_path, step)
+        assert len(coins) == 14
+        assert coins == moved(alone, step)
+    assert any(moved(alone, STEPS).values()) and not all(moved(alone, STEPS).values())
+    for step in (1, STEPS):
+        assert_same_run(tmp_path, alone, step)
+
+
+def test_a_killed_host_ends_the_others_and_other_hosts_go_on(alone, corpus, tmp_path):
+    processes = start(tmp_path, corpus, 2, 2, "--mesh", "fsdp=4", die_at=7)
+    processes[1].wait(LIMIT)
+    died = time.monotonic()
+    statuses, [(_, error), _] = finish(processes)
+    assert time.monotonic() - died < 60
+    assert statuses == [3, -signal.SIGKILL]
+    [line] = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: host 0 of 2 can't go on")
+    assert "start all hosts again with --resume" in line
+
+    # Other hosts, another mesh: the same bits, then the same run.
+    printed = run(tmp_path, corpus, 4, 1, "--mesh", "data=4", "--resume")
+    [step] = re.findall(r"from step (\d+) to", printed[0][0])
+    assert step == "4"
+    saved, restored = state(tmp_path, "step-4"), state(tmp_path, "restored")
+    assert saved.keys() == restored.keys()
+    for path, leaf in saved.items():
+        np.testing.assert_array_equal(restored[path], leaf, err_msg=path)
+    for step in (5, STEPS):
+        assert moved(tmp_path, step) == moved(alone, step)
+        assert_same_run(tmp_path, alone, step)
+
+
+def test_a_batch_has_the_same_rows_on_any_number_of_hosts(corpus):
+    def batches(hosts):
+        shares = [
+            load(
+                str(corpus),
+                seq_len=16,
+                batch_size=8 // hosts,
+                process_index=host,
+                process_count=hosts,
+            ).train
+            for host in range(hosts)
+        ]
+        for parts in zip(*shares, strict=False):
+            rows = np.concatenate([part["targets"] for part in parts])
+            yield rows[np.lexsort(rows.T)]
+
+    several = zip(range(500), batches(1), batches(2), batches(4), strict=False)  # some epochs
+    for _, one, two, four in several:
+        np.testing.assert_array_equal(one, two)
+        np.testing.assert_array_equal(one, four)
+
+
+def test_a_wrong_address_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "examples.llama.train", "--out", str(tmp_path / "run")]
+    wrong = subprocess.run(
+        [*command, "--distributed", "127.0.0.1:1,2,2"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.strip() == (
+        "error: argument --distributed: host 2 of 2: numbers start at 0"
+    )
