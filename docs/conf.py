@@ -13,3 +13,4 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 default_role = "code"
 napoleon_use_ivar = True
+myst_heading_anchors = 3
