@@ -1,0 +1,100 @@
+"""Times a training step of the Llama example on a mesh, and the optimizer's part of it.
+
+    python -m examples.scaling.train_step --preset 130m --data FOLDER --mesh fsdp=2 --magma
+
+Takes the trainer's options. Prints one line of JSON: losses, tokens/s, milliseconds a step and a
+bare optimizer update, peak memory. Run each arm in a process of its own, for its own peak.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from examples.llama import sharding
+from examples.llama.config import PRESETS
+from examples.llama.data import load
+from examples.llama.options import masking, parser, resolve
+from examples.llama.train import abstract_model, make_functions, make_optimizer
+
+ROUNDS, STEPS = 5, 10  # timed: the median of so many rounds of so many steps
+
+
+def milliseconds(step: Callable[[Any], Any], state: Any) -> tuple[float, Any]:
+    """Times ``state = step(state)`` after it has been compiled; returns ms a call and the state."""
+    rounds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            state = step(state)
+        jax.block_until_ready(state)
+        rounds.append((time.perf_counter() - start) / STEPS * 1e3)
+    return statistics.median(rounds), state
+
+
+def main(argv: list[str]) -> None:
+    """Runs the measurement that the trainer's options `argv` describe."""
+    args = resolve(parser().parse_args(argv))
+    tx, _ = make_optimizer(args)
+    mesh = sharding.make_mesh(args.mesh, explicit=args.mesh_axes == "explicit")
+    data = load(args.data, seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed)
+    config = dataclasses.replace(
+        PRESETS[args.preset],
+        vocab_size=data.vocab_size,
+        scan_layers=args.scan_layers,
+        remat=args.remat,
+        dtype=args.dtype,
+        attention=args.attention,
+    )
+    layout = sharding.make_layout(mesh, config, tx, abstract_model(config, args.seed)[1])
+    init, train_step, _ = make_functions(config, tx, args.seed, layout)
+
+    def update(state: Any) -> Any:
+        params, opt_state, grads = state
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, grads
+
+    places = (layout.params, layout.opt_state, layout.params)
+    update = jax.jit(update, donate_argnums=0, out_shardings=places)
+    with jax.set_mesh(mesh):
+        batches, losses = iter(data.train), []
+        params, opt_state = init()
+        for _ in range(args.steps):
+            batch = sharding.place_micro(next(batches), layout, args.accumulate)
+            params, opt_state, seen = train_step(params, opt_state, batch)
+            losses.append(seen["loss"])
+        whole, (params, opt_state, _) = milliseconds(
+            lambda state: train_step(state[0], state[1], batch), (params, opt_state, None)
+        )
+        peak = [device.memory_stats() or {} for device in jax.local_devices()]
+        peak = max(stats.get("peak_bytes_in_use", 0) for stats in peak)
+        grads = jax.tree.map(lambda x: 1e-3 * jnp.sin(x), params)
+        state = update((params, opt_state, grads))
+        part, _ = milliseconds(update, state)
+
+    record = {
+        "mesh": {name: size for name, size in mesh.shape.items() if size > 1},
+        "optimizer": args.optimizer,
+        "masking": masking(args),
+        "losses": [round(float(loss), 4) for loss in losses[:: max(1, args.steps // 4)]],
+        "last_loss": round(float(losses[-1]), 4),
+        "tokens_per_second": round(args.batch_size * args.seq_len / whole * 1e3),
+        "step_ms": round(whole, 2),
+        "optimizer_ms": round(part, 3),
+        "optimizer_share": round(part / whole, 4),
+        "peak_gib_a_device": round(peak / 2**30, 2),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
