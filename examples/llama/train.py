@@ -77,14 +77,7 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         process_index=share,
         process_count=shares,
     )
-    config = dataclasses.replace(
-        PRESETS[args.preset],
-        vocab_size=data.vocab_size,
-        scan_layers=args.scan_layers,
-        remat=args.remat,
-        dtype=args.dtype,
-        attention=args.attention,
-    )
+    config = model_config(args, data.vocab_size)
 
     graphdef, shapes = abstract_model(config, args.seed)
     layout = sharding.make_layout(mesh, config, tx, shapes)
@@ -169,6 +162,18 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if primary:
         report(folder, data, lines)
     return 0
+
+
+def model_config(args: argparse.Namespace, vocab_size: int) -> LlamaConfig:
+    """Returns the preset's shape with what the options and the data say."""
+    return dataclasses.replace(
+        PRESETS[args.preset],
+        vocab_size=vocab_size,
+        scan_layers=args.scan_layers,
+        remat=args.remat,
+        dtype=args.dtype,
+        attention=args.attention,
+    )
 
 
 def abstract_model(config: LlamaConfig, seed: int) -> tuple[nnx.GraphDef, optax.Params]:

@@ -6,7 +6,6 @@ Takes the trainer's options. Prints one line of JSON: losses, tokens/s, millisec
 bare optimizer update, peak memory. Run each arm in a process of its own, for its own peak.
 """
 
-import dataclasses
 import json
 import statistics
 import sys
@@ -19,10 +18,9 @@ import jax.numpy as jnp
 import optax
 
 from examples.llama import sharding
-from examples.llama.config import PRESETS
 from examples.llama.data import load
 from examples.llama.options import masking, parser, resolve
-from examples.llama.train import abstract_model, make_functions, make_optimizer
+from examples.llama.train import abstract_model, make_functions, make_optimizer, model_config
 
 ROUNDS, STEPS = 5, 10  # timed: the median of so many rounds of so many steps
 
@@ -45,14 +43,7 @@ def main(argv: list[str]) -> None:
     tx, _ = make_optimizer(args)
     mesh = sharding.make_mesh(args.mesh, explicit=args.mesh_axes == "explicit")
     data = load(args.data, seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed)
-    config = dataclasses.replace(
-        PRESETS[args.preset],
-        vocab_size=data.vocab_size,
-        scan_layers=args.scan_layers,
-        remat=args.remat,
-        dtype=args.dtype,
-        attention=args.attention,
-    )
+    config = model_config(args, data.vocab_size)
     layout = sharding.make_layout(mesh, config, tx, abstract_model(config, args.seed)[1])
     init, train_step, _ = make_functions(config, tx, args.seed, layout)
 

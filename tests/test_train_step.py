@@ -1,0 +1,17 @@
+"""The script behind the table of `docs/scaling.md` prints what the table holds."""
+
+import json
+import math
+
+from examples.scaling.train_step import main
+
+
+def test_prints_one_record(capsys):
+    main(["--preset", "tiny", "--mesh", "data=4,fsdp=2", "--magma", "--steps", "4"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["mesh"] == {"data": 4, "fsdp": 2}
+    assert (record["optimizer"], record["masking"]) == ("adam", "magma")
+    # Untrained, the model is uniform over 257 bytes.
+    assert abs(record["losses"][0] - math.log(257)) < 0.1
+    assert record["last_loss"] < record["losses"][0]
+    assert 0 < record["optimizer_ms"] and 0 < record["step_ms"]
