@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from magma_optax import attention_and_mlp, with_magma
+from magma_optax import attention_and_mlp, magma, with_magma
 from magma_optax._first_moment import FirstMoments
 
 PARAMS = {"b": jnp.linspace(-1.0, 1.0, 6), "w": jnp.linspace(-1.0, 1.0, 24).reshape(4, 6)}
@@ -225,3 +225,19 @@ def test_reads_through_calls_and_recomputation():
 
     base = optax.GradientTransformation(adam.init, update)
     assert find_emas(base, base.init(PARAMS)).keys() == PARAMS.keys()
+
+
+@pytest.mark.parametrize(
+    ("tx", "barriers"),
+    [
+        (with_magma(optax.adam(1e-2)), 1),
+        (with_magma(optax.rmsprop(1e-2)), 1),
+        (optax.chain(optax.adam(1e-2), magma()), 1),
+        (optax.with_extra_args_support(optax.adam(1e-2)), 0),
+    ],
+    ids=["with_magma(adam)", "with_magma(rmsprop)", "magma", "adam"],
+)
+def test_what_is_summed_is_computed_apart_from_what_is_stored(tx, barriers):
+    """Else XLA writes the stored moment from the reducing kernel and copies it into place."""
+    step = jax.jit(lambda state: tx.update(PARAMS, state, PARAMS, grad=PARAMS))
+    assert step.lower(tx.init(PARAMS)).as_text().count("optimization_barrier") == barriers
