@@ -111,7 +111,7 @@ def with_magma(
     moments = FirstMoments(inner.update)
 
     def base_moments(gradients, inner_state):
-        """Index in the base's state of the first moment of each leaf that has one there."""
+        """Where the base keeps the first moment of each leaf for which it keeps one."""
         return moments.find(gradients, inner_state) if first_moment == "auto" else {}
 
     def own_momentum(params, inner_state, cuts):
@@ -146,9 +146,9 @@ def with_magma(
         old, new = jax.tree.leaves(old_inner), jax.tree.leaves(new_inner)
         emas = base_moments(updates, old_inner)
         emas = {path: ema for path, ema in emas.items() if path in g and path not in own}
-        for path in g.keys() - emas.keys() - own.keys():
+        if missing := [path for path in g if path not in emas and path not in own]:
             raise ValueError(
-                f"the state keeps no first moment of {path!r}: it comes from another base "
+                f"the state keeps no first moment of {missing[0]!r}: it comes from another base "
                 "optimizer or `first_moment`. Call init with these"
             )
         # Where the base's formula is known it is computed anew rather than read from its new state.

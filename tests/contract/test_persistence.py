@@ -180,7 +180,7 @@ def test_a_checkpoint_of_other_parameters_or_blocks_is_named():
 def test_a_checkpoint_of_another_optimizer_is_named():
     on_adam = with_magma(optax.adam(1e-2)).init(PARAMS)
     on_rms = with_magma(optax.rmsprop(1e-2))
-    with pytest.raises(ValueError, match=r"keeps no first moment of '(attn|mlp|scale)"):
+    with pytest.raises(ValueError, match="keeps no first moment of 'attn/kernel'"):
         mixed = on_rms.init(PARAMS)._replace(magma=on_adam.magma)
         on_rms.update(PARAMS, mixed, PARAMS)
     link = magma()
