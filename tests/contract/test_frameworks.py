@@ -186,6 +186,132 @@ LIBRARIES = {
         lambda path, _: 0 if "kv_einsum" in path else (),  # keys and values apart
         (2 + 2 + 3) * L,
     ),
+    "HF-Flax Llama": (
+        {
+            "model": {
+                "embed_tokens": {"embedding": jnp.ones((V, D))},
+                "norm": {"weight": jnp.ones(D)},
+                "layers": {
+                    str(n): {
+                        "input_layernorm": {"weight": jnp.ones(D)},
+                        "post_attention_layernorm": {"weight": jnp.ones(D)},
+                        "self_attn": {f"{name}_proj": kernel(D, D) for name in "qkvo"},
+                        "mlp": {
+                            "gate_proj": kernel(D, F),
+                            "up_proj": kernel(D, F),
+                            "down_proj": kernel(F, D),
+                        },
+                    }
+                    for n in range(L)
+                },
+            },
+            "lm_head": kernel(D, V),
+        },
+        lambda path, _: (),
+        7 * L,
+    ),
+    "EasyLM": (
+        {
+            "transformer": {
+                "wte": {"embedding": jnp.ones((V, D))},
+                "ln_f": kernel(D),
+                "h": {
+                    str(n): {
+                        "attention_norm": kernel(D),
+                        "ffn_norm": kernel(D),
+                        "attention": {name: kernel(D, D) for name in ("wq", "wk", "wv", "wo")},
+                        "feed_forward": {
+                            "w1": kernel(D, F),
+                            "w2": kernel(F, D),
+                            "w3": kernel(D, F),
+                        },
+                    }
+                    for n in range(L)
+                },
+            },
+            "lm_head": kernel(D, V),
+        },
+        lambda path, _: (),
+        7 * L,
+    ),
+    "google-deepmind gemma": (
+        {
+            "embedder": {"input_embedding": jnp.ones((V, D))},
+            "final_norm": {"scale": jnp.ones(D)},
+            **{
+                f"layer_{n}": {
+                    "pre_attention_norm": {"scale": jnp.ones(D)},
+                    "pre_ffw_norm": {"scale": jnp.ones(D)},
+                    "attn": {
+                        "qkv_einsum": {"w": jnp.ones((3, N, D, H))},
+                        "attn_vec_einsum": {"w": jnp.ones((N, H, D))},
+                        "_key_norm": {"scale": jnp.ones(H)},
+                    },
+                    "mlp": {"gating_einsum": jnp.ones((2, F, D)), "linear": jnp.ones((F, D))},
+                }
+                for n in range(L)
+            },
+        },
+        lambda path, _: 0 if path.endswith(("qkv_einsum/w", "gating_einsum")) else (),
+        (3 + 1 + 2 + 1) * L,
+    ),
+    "Tunix, dense and MoE": (
+        {
+            "embedder": {"input_embedding": jnp.ones((V, D))},
+            "final_norm": {"w": jnp.ones(D)},
+            "layers": [
+                {
+                    "input_layernorm": {"w": jnp.ones(D)},
+                    "post_attention_layernorm": {"w": jnp.ones(D)},
+                    "attn": {
+                        **{f"{name}_proj": {"w": jnp.ones((D, N, H))} for name in "qkv"},
+                        "o_proj": {"w": jnp.ones((N, H, D))},
+                        "q_norm": {"w": jnp.ones(H)},
+                        "k_norm": {"w": jnp.ones(H)},
+                    },
+                    "mlp": {
+                        "router": kernel(D, E),
+                        **{name: jnp.ones((E, D, F)) for name in ("gate_proj", "up_proj")},
+                        "down_proj": jnp.ones((E, F, D)),
+                    }
+                    if n
+                    else {
+                        **{name: kernel(D, F) for name in ("gate_proj", "up_proj")},
+                        "down_proj": kernel(F, D),
+                    },
+                }
+                for n in range(L)
+            ],
+            "lm_head": {"w": jnp.ones((D, V))},
+        },
+        lambda path, leaf: 0 if "/mlp/" in path and len(leaf.shape) == 3 else (),
+        4 * L + 3 + 3 * E * (L - 1),
+    ),
+    "flax lm1b": (
+        {
+            "decoder": {
+                "Embed_0": {"embedding": jnp.ones((V, D))},
+                "encoderdecoder_norm": {"scale": jnp.ones(D)},
+                "logitdense": kernel(D, V),
+                **{
+                    f"encoderdecoderblock_{n}": {
+                        "LayerNorm_0": {"scale": jnp.ones(D), "bias": jnp.ones(D)},
+                        "MultiHeadDotProductAttention_0": {
+                            **{name: kernel(D, N, H) for name in ("query", "key", "value")},
+                            "out": kernel(N, H, D),
+                        },
+                        "MlpBlock_0": {
+                            "Dense_0": {**kernel(D, F), "bias": jnp.ones(F)},
+                            "Dense_1": {**kernel(F, D), "bias": jnp.ones(D)},
+                        },
+                    }
+                    for n in range(L)
+                },
+            }
+        },
+        lambda path, _: (),
+        6 * L,
+    ),
     "nanoMoE": (
         {
             "wte": jnp.ones((V, D)),
