@@ -87,22 +87,12 @@ def base(base_name) -> optax.GradientTransformation:
     return BASES[base_name]()
 
 
-@pytest.fixture
-def params():
-    return jax.tree.map(jnp.array, PARAMS)
-
-
 def run_step(tx, params, state, seed=0, **extra):
     """One step with `grad` and what sophia asks for: (updates, state, gradients)."""
     grads = jax.grad(loss)(params, seed)
     extra = {"grad": grads, "obj_fn": lambda p: loss(p, seed), **extra}
     updates, state = tx.update(grads, state, params, **extra)
     return updates, state, grads
-
-
-@pytest.fixture
-def step():
-    return run_step
 
 
 @functools.cache
