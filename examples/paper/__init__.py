@@ -1,0 +1,1 @@
+"""The experiments of "On Surprising Effectiveness of Masking Updates in Adaptive Optimizers"."""

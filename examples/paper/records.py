@@ -1,0 +1,83 @@
+"""One measured result, as one line of JSON with all that is needed to measure it again."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("jax", "jaxlib", "optax", "flax", "numpy")
+
+
+def commit() -> str | None:
+    """The commit that runs, with ``+`` when files differ from it; None outside a repository.
+
+    The environment variable ``COMMIT`` names it for a copy of the files without their history.
+    """
+    if named := os.environ.get("COMMIT"):
+        return named
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], stderr=-3, text=True)
+        changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.strip() + ("+" if changed else "")
+
+
+def provenance() -> dict[str, Any]:
+    """Command, commit, date, device and versions of the running process."""
+    module = sys.modules["__main__"].__spec__
+    program = f"python -m {module.name}" if module else shlex.join(["python", sys.argv[0]])
+    return {
+        "command": " ".join([program, shlex.join(sys.argv[1:])]).strip(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def append(path: Path, settings: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """Adds one record to the JSON-lines file `path` and returns it.
+
+    Args:
+      path: the file, created with its folders if it is not there; never overwritten.
+      settings: what identifies the run (experiment, arm, learning rate, seed, sizes).
+      results: what was measured. Non-finite numbers are written as strings.
+    """
+    record = {"settings": settings, "results": _finite(results), "provenance": provenance()}
+    line = json.dumps(record, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:  # one write in append mode: lines of several writers don't mix
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    return record
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of the JSON-lines file `path`; none if there is no such file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _finite(value: Any) -> Any:
+    """`value` with numbers that JSON does not know (nan, inf) as strings."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    if isinstance(value, float) and not -float("inf") < value < float("inf"):
+        return str(value)
+    return value
