@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,12 +126,20 @@ def test_agrees_with_a_float64_reference():
     np.testing.assert_allclose(logits(graphdef, params), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_scanned_layers_are_the_same_function():
+def test_scanned_layers_are_the_same_function_from_the_same_start():
     graphdef, params = make(CONFIG)
-    scanned, _ = make(dataclasses.replace(CONFIG, scan_layers=True))
+    scanned, stacked = make(dataclasses.replace(CONFIG, scan_layers=True))
+    chex.assert_trees_all_equal(stacked, stack_layers(params))
     expected = logits(graphdef, params)
-    actual = logits(scanned, stack_layers(params))
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(logits(scanned, stacked), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_depth_adds_no_random_kernel_to_the_start():
+    def draws(num_layers):
+        config = dataclasses.replace(CONFIG, num_layers=num_layers)
+        return str(jax.make_jaxpr(lambda: make(config)[1])()).count("random_bits")
+
+    assert draws(2) == draws(6) > 0
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])

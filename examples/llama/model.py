@@ -111,7 +111,11 @@ class Layer(nnx.Module):
 
 
 def stacked_layers(config: LlamaConfig, rngs: nnx.Rngs) -> Layer:
-    """Returns one `Layer` whose parameters have a leading axis of `config.num_layers`."""
+    """Returns one `Layer` whose parameters have a leading axis of `config.num_layers`.
+
+    Drawn together even where the layers are used apart: XLA takes about a second a kernel to
+    compile random draws for a GPU, so one a shape and not one a matrix.
+    """
 
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap
@@ -119,6 +123,16 @@ def stacked_layers(config: LlamaConfig, rngs: nnx.Rngs) -> Layer:
         return Layer(config, rngs=rngs)
 
     return make(rngs)
+
+
+def separate(layers: Layer, count: int) -> nnx.List[Layer]:
+    """Takes `count` stacked layers apart."""
+    graphdef, params = nnx.split(layers)
+
+    def layer(number: int) -> Layer:
+        return nnx.merge(graphdef, jax.tree.map(lambda x: x[number], params))
+
+    return nnx.List([layer(number) for number in range(count)])
 
 
 class Llama(nnx.Module):
@@ -138,10 +152,8 @@ class Llama(nnx.Module):
             embedding_init=nnx.initializers.normal(config.initializer_range),
             rngs=rngs,
         )
-        if config.scan_layers:
-            self.layers = stacked_layers(config, rngs)
-        else:
-            self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.num_layers)])
+        layers = stacked_layers(config, rngs)
+        self.layers = layers if config.scan_layers else separate(layers, config.num_layers)
         self.norm = RMSNorm(config)
         self.lm_head = linear(config, config.hidden_size, config.vocab_size, rngs)
 
