@@ -1,5 +1,6 @@
 """Momentum-gradient alignment: first moments, cosine similarity and scores (paper, section 3)."""
 
+import functools
 from typing import Any
 
 import jax
@@ -19,12 +20,14 @@ def update_momentum(momentum: jax.Array, gradient: jax.Array, b1: Any) -> jax.Ar
 def read_apart(tree: Any) -> Any:
     """Return the arrays of ``tree`` so that what is computed of them is not merged with other uses.
 
-    A first moment that is both summed and stored would be written by the kernel that sums it. That
-    cannot write in place, so XLA copies the result into the donated buffer. Computed anew from what
-    is returned here it is never stored: a step on Adam moves 9 arrays instead of 11.
+    On a GPU, a first moment that is both summed and stored would be written by the kernel that sums
+    it. That cannot write in place, so XLA copies the result into the donated buffer. Computed anew
+    from what is returned here it is never stored: a step on Adam moves 9 arrays instead of 11. On a
+    CPU sums read a stored array, so there it would be computed and stored twice.
     """
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
-        return jax.lax.optimization_barrier(tree)
+        apart = functools.partial(jax.tree.map, jax.lax.optimization_barrier)
+        return jax.lax.platform_dependent(tree, cpu=lambda tree: tree, default=apart)
     return tree  # Outside jit nothing is merged.
 
 
@@ -61,14 +64,14 @@ def cosine_similarity(
 
 def _cosine(xy: jax.Array, xx: jax.Array, yy: jax.Array) -> jax.Array:
     # Two inverse roots: the product xx * yy would underflow for vectors of norm 1e-10.
-    cosine = jnp.clip(xy * _inverse_root(xx) * _inverse_root(yy), -1, 1)
+    cosine = jnp.clip(xy * _inverse_root(xx) * _inverse_root(yy), -1.0, 1.0)
     return jnp.where(jnp.isfinite(xy + xx + yy), cosine, jnp.nan)
 
 
 def _inverse_root(square: jax.Array) -> jax.Array:
     """1 / sqrt(square), and 0 at 0, where the derivative is 0 too."""
     positive = square > 0
-    return jnp.where(positive, jax.lax.rsqrt(jnp.where(positive, square, 1)), 0)
+    return jnp.where(positive, jax.lax.rsqrt(jnp.where(positive, square, 1.0)), 0.0)
 
 
 def _inner(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -74,11 +74,24 @@ def uniforms(key: jax.Array, step: jax.Array, blocks: dict[str, Blocks]) -> dict
     if few:
         index = jnp.concatenate([cuts[n].indices() for n in few])
         together = _uniform(leaf_keys[np.repeat(few, sizes)], index)
-        drawn = dict(zip(few, jnp.split(together, np.cumsum(sizes)[:-1]), strict=True))
+        ends = np.cumsum(sizes)
+        drawn = {n: _pick(together, end - size, size) for n, size, end in zip(few, sizes, ends)}
     for n, cut in enumerate(cuts):
         if n not in drawn:
             drawn[n] = _uniform(leaf_keys[n], cut.indices())
     return {path: drawn[n].reshape(cut.shape) for n, (path, cut) in enumerate(blocks.items())}
+
+
+def _pick(vector: jax.Array, start: int, size: int) -> jax.Array:
+    """``vector[start : start + size]``, written so that ``start`` is data and not code.
+
+    XLA fuses a slice into the kernel that applies the coin, and compiles that kernel anew for each
+    leaf, as each has another ``start`` in it: 14 times the compile time of Adam, against 2.3 times.
+    An array of indices is an argument of the kernel, so all leaves of one shape share it. The 0 at
+    its end keeps it an array: one of a single number would become a constant in the code again.
+    """
+    indices = np.append(np.arange(start, start + size), 0).astype(np.uint32)
+    return vector.at[indices].get(mode="promise_in_bounds")[:size]
 
 
 def _uniform(leaf_keys: jax.Array, index: jax.Array) -> jax.Array:

@@ -36,14 +36,16 @@ def score_and_toss(
       over p if rescaled; None for neither), each by path.
     """
     tau, decay = at_step(hp.temperature, state.step), at_step(hp.score_decay, state.step)
+    rest = 1 - decay
     scores, probabilities = {}, {}
     for path, cosine in cosine_similarity(mu, g, blocks, hp.axis_name).items():
         previous = state.alignment[path]
         cosine = typed_like(path, cosine, previous)
         finite = jnp.isfinite(cosine)
-        alignment = jnp.where(finite, jax.nn.sigmoid(cosine / tau), previous)
-        scores[path] = jnp.where(finite, decay * previous + (1 - decay) * alignment, previous)
-        probabilities[path] = alignment
+        alignment = jax.nn.sigmoid(cosine / tau)
+        scores[path] = jnp.where(finite, decay * previous + rest * alignment, previous)
+        if isinstance(hp.survival_prob, str):
+            probabilities[path] = jnp.where(finite, alignment, previous)
     if not isinstance(hp.survival_prob, str):
         probabilities = dict.fromkeys(blocks, at_step(hp.survival_prob, state.step))
 

@@ -227,17 +227,20 @@ def test_reads_through_calls_and_recomputation():
     assert find_emas(base, base.init(PARAMS)).keys() == PARAMS.keys()
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu", "cpu"])
 @pytest.mark.parametrize(
-    ("tx", "barriers"),
+    ("tx", "arrays"),
     [
-        (with_magma(optax.adam(1e-2)), 1),
-        (with_magma(optax.rmsprop(1e-2)), 1),
-        (optax.chain(optax.adam(1e-2), magma()), 1),
+        (with_magma(optax.adam(1e-2)), 2),  # the gradient and the moment of each leaf
+        (with_magma(optax.rmsprop(1e-2)), 2),
+        (optax.chain(optax.adam(1e-2), magma()), 2),
         (optax.with_extra_args_support(optax.adam(1e-2)), 0),
     ],
     ids=["with_magma(adam)", "with_magma(rmsprop)", "magma", "adam"],
 )
-def test_what_is_summed_is_computed_apart_from_what_is_stored(tx, barriers):
+def test_what_is_summed_is_computed_apart_from_what_is_stored(tx, arrays, platform):
     """Else XLA writes the stored moment from the reducing kernel and copies it into place."""
     step = jax.jit(lambda state: tx.update(PARAMS, state, PARAMS, grad=PARAMS))
-    assert step.lower(tx.init(PARAMS)).as_text().count("optimization_barrier") == barriers
+    lowered = step.trace(tx.init(PARAMS)).lower(lowering_platforms=(platform,))
+    barriers = lowered.as_text().count("optimization_barrier")
+    assert barriers == (0 if platform == "cpu" else arrays * len(PARAMS))
