@@ -67,15 +67,15 @@ def uniforms(key: jax.Array, step: jax.Array, blocks: dict[str, Blocks]) -> dict
     leaf_keys = jax.vmap(lambda w: jax.random.fold_in(jax.random.fold_in(step_key, w[0]), w[1]))(
         words
     )
-    few = [n for n, cut in enumerate(blocks.values()) if cut.size <= _FEW]
     cuts = list(blocks.values())
-    sizes = [cuts[n].size for n in few]
+    few = [n for n, cut in enumerate(cuts) if cut.size <= _FEW]
     drawn: dict[int, jax.Array] = {}
     if few:
+        sizes = [cuts[n].size for n in few]
         index = jnp.concatenate([cuts[n].indices() for n in few])
         together = _uniform(leaf_keys[np.repeat(few, sizes)], index)
-        ends = np.cumsum(sizes)
-        drawn = {n: _pick(together, end - size, size) for n, size, end in zip(few, sizes, ends)}
+        for n, start in zip(few, np.cumsum([0, *sizes[:-1]]), strict=True):
+            drawn[n] = _pick(together, start, cuts[n].size)
     for n, cut in enumerate(cuts):
         if n not in drawn:
             drawn[n] = _uniform(leaf_keys[n], cut.indices())
