@@ -1,0 +1,1 @@
+"""What Magma costs: time of a step, compile time and bytes."""

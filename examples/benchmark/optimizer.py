@@ -1,0 +1,329 @@
+"""Times Magma beside its base optimizer, on whatever device there is.
+
+    python -m examples.benchmark.optimizer                     # all parts, sizes by device
+    python -m examples.benchmark.optimizer --parts step --trees 1b --bases adam
+
+Every number is a ratio to the bare base in the same process; arms take turns, and the median of
+several rounds counts. Prints Markdown tables and appends each row to `--out` as a line of JSON.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from examples.benchmark.peers import rollfast_arms, torch_times
+from examples.benchmark.timing import Arm, compile_step, in_turns
+from examples.llama import sharding
+from examples.llama.config import PRESETS
+from examples.llama.optimizers import direction
+from examples.llama.train import abstract_model, make_functions
+from examples.paper.records import append
+from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
+
+PARTS = ("step", "train", "compile", "state", "peers")
+TREES = ("matrices", "60m", "130m", "350m", "1b")
+BASES = ("adam", "adamw", "rmsprop", "muon")
+FORMS = ("skip_update", "with_magma", "magma(grad=)")
+LEAVES = (100, 400, 2000)  # of the trees for compile times
+OUT = Path(__file__).parent / "results.jsonl"
+
+Tx = optax.GradientTransformationExtraArgs
+Row = dict[str, Any]
+
+
+def tree(name: str, scan_layers: bool = False) -> Any:
+    """Returns a tree of float32 `jax.ShapeDtypeStruct`: a Llama's, or 12 matrices of 1024**2."""
+    if name == "matrices":
+        matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+        return {f"layers/{i}/mlp/kernel": matrix for i in range(12)}
+    config = PRESETS[name]
+    config = type(config)(**{**vars(config), "scan_layers": scan_layers})
+    return abstract_model(config, 0)[1]
+
+
+def narrow_llama(leaves: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns `leaves` matrices of a Llama of width 64: compile time hardly depends on width."""
+    shapes = {f"self_attn/{name}_proj": (64, 64) for name in "qkvo"}
+    shapes |= {"mlp/gate_proj": (64, 176), "mlp/up_proj": (64, 176), "mlp/down_proj": (176, 64)}
+    names = list(shapes)
+    return {
+        f"layers/{i // 7}/{names[i % 7]}": jax.ShapeDtypeStruct(shapes[names[i % 7]], jnp.float32)
+        for i in range(leaves)
+    }
+
+
+def base(name: str) -> Tx:
+    """Returns a bare base optimizer."""
+    if name == "muon":
+        return optax.chain(direction("muon"), optax.scale(-1e-3))
+    return optax.with_extra_args_support(getattr(optax, name)(1e-3))
+
+
+def forms(name: str, **masking: Any) -> dict[str, Tx]:
+    """Returns a base bare and in the three forms of this package."""
+    return {
+        "bare": base(name),
+        "skip_update": optax.chain(base(name), skip_update(**masking)),
+        "with_magma": with_magma(base(name), **masking),
+        "magma(grad=)": optax.chain(base(name), magma(**masking)),
+    }
+
+
+def update_and_apply(tx: Tx, grads_too: bool = True) -> Callable[..., Any]:
+    """Returns one step: ``params, opt_state, grads -> params, opt_state``."""
+
+    def step(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+        extra = {"grad": grads} if grads_too else {}
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def filled(shapes: Any, value: float) -> Any:
+    """Returns arrays of these shapes that are `value` plus a small wave, made on the device."""
+
+    def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return value + 1e-3 * jnp.sin(jax.lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1))
+
+    return jax.jit(lambda: jax.tree.map(fill, shapes))()
+
+
+def optimizer_arm(tx: Tx, shapes: Any, grads: Any) -> tuple[Arm, float]:
+    """Returns update and apply of `tx`, and the seconds that XLA took to compile them."""
+    state = jax.eval_shape(tx.init, shapes)
+    compiled = compile_step(update_and_apply(tx), shapes, state, grads, donate=2)
+    make = jax.jit(lambda: (filled(shapes, 0.1), tx.init(filled(shapes, 0.1))))
+    return Arm(make, lambda state: compiled.call(*state, grads)), compiled.compile_s
+
+
+# ---------------------------------------------------------------------------------------------
+# The parts. Each yields rows with a "ratio" to the bare base.
+
+
+def step_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Update and apply: milliseconds and compile seconds of every form."""
+    for name in args.trees:
+        for layout in args.layouts if name != "matrices" else ["separate"]:
+            shapes = tree(name, layout == "stacked")
+            grads = filled(shapes, 0.0)
+            blocks = stacked(0) if layout == "stacked" else "leaf"
+            for base_name in args.bases:
+                for where in args.where:
+                    masking = {"blocks": blocks}
+                    if where != "all":
+                        masking["where"] = attention_and_mlp
+                    elif layout == "stacked":
+                        masking["where"] = lambda path, leaf: leaf.ndim > 1
+                        masking["blocks"] = layers_of_three
+                    built = {
+                        form: optimizer_arm(tx, shapes, grads)
+                        for form, tx in forms(base_name, **masking).items()
+                    }
+                    arms = {form: arm for form, (arm, _) in built.items()}
+                    times = in_turns(arms, args.rounds, args.steps)
+                    for form, (_, seconds) in built.items():
+                        yield {
+                            "tree": name,
+                            "leaves": f"{len(jax.tree.leaves(shapes))} {layout}",
+                            "base": base_name,
+                            "masked": where,
+                            "form": form,
+                            "ms": times[form],
+                            "ratio": times[form] / times["bare"],
+                            "compile_s": seconds,
+                            "compile_ratio": seconds / built["bare"][1],
+                        }
+
+
+def layers_of_three(path: str, leaf: jax.ShapeDtypeStruct) -> int | tuple[()]:
+    """Cuts stacked matrices, the leaves of three axes, by layer."""
+    return 0 if leaf.ndim == 3 else ()
+
+
+def train_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """The whole training step of the Llama, and the optimizer's part of it."""
+    for name in args.train_trees:
+        flash = jax.default_backend() == "gpu"
+        config = PRESETS[name]
+        config = type(config)(
+            **{
+                **vars(config),
+                "dtype": "bfloat16" if flash else "float32",
+                "attention": "cudnn" if flash else "xla",
+            }
+        )
+        mesh = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1})
+        rows, length = args.batch
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, rows, length + 1))
+        batch = {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
+        batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), batch)
+        _, shapes = abstract_model(config, 0)
+        grads = filled(shapes, 0.0)
+        arms = {}
+        for form, tx in forms("adam", where=attention_and_mlp).items():
+            if form == "magma(grad=)":  # the trainer hands on no grad
+                continue
+            layout = sharding.make_layout(mesh, config, tx, shapes)
+            init, train_step, _ = make_functions(config, tx, 0, layout)
+
+            arms[form] = Arm(init, functools.partial(train, train_step, batch))
+            arms[f"{form}, optimizer alone"] = optimizer_arm(tx, shapes, grads)[0]
+        times = in_turns(arms, args.rounds, args.steps)
+        for form in arms:
+            if not form.endswith("alone"):
+                alone = times[f"{form}, optimizer alone"]
+                yield {
+                    "tree": name,
+                    "batch": f"{rows} x {length}",
+                    "form": form,
+                    "ms": times[form],
+                    "ratio": times[form] / times["bare"],
+                    "optimizer_ms": alone,
+                    "optimizer_share": alone / times[form],
+                }
+
+
+def train(train_step: Callable[..., Any], batch: Any, state: Any) -> Any:
+    """Maps parameters and optimizer state to those after a training step."""
+    return train_step(*state, batch)[:2]
+
+
+def compile_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Seconds to trace and to compile a step, at several numbers of leaves, all of them masked."""
+    for leaves in args.leaves:
+        shapes = narrow_llama(leaves)
+        rounds: dict[str, list[Any]] = {}
+        for _ in range(1 if leaves > 1000 else args.rounds):
+            for form, tx in forms("adam").items():
+                state = jax.eval_shape(tx.init, shapes)
+                compiled = compile_step(update_and_apply(tx), shapes, state, shapes, donate=2)
+                rounds.setdefault(form, []).append((compiled.trace_s, compiled.compile_s))
+        medians = {form: np.median(seconds, axis=0) for form, seconds in rounds.items()}
+        for form, (trace, seconds) in medians.items():
+            yield {
+                "leaves": leaves,
+                "form": form,
+                "trace_s": trace,
+                "compile_s": seconds,
+                "ratio": seconds / medians["bare"][1],
+            }
+
+
+def state_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Bytes of state, and what each form adds to the base's, in bytes and in parameter trees."""
+
+    def size(tree: Any) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    for name in args.trees:
+        shapes = tree(name)
+        for base_name in args.bases:
+            for form, tx in forms(base_name, where=attention_and_mlp).items():
+                added = size(jax.eval_shape(tx.init, shapes)) - size(
+                    jax.eval_shape(base(base_name).init, shapes)
+                )
+                masked = jax.tree.map_with_path(
+                    lambda path, x: (
+                        x
+                        if attention_and_mlp(
+                            jax.tree_util.keystr(path, simple=True, separator="/"), x
+                        )
+                        else None
+                    ),
+                    shapes,
+                )
+                yield {
+                    "tree": name,
+                    "base": base_name,
+                    "form": form,
+                    "added_bytes": added,
+                    "ratio": added / size(masked),  # of the bytes of the masked parameters
+                }
+
+
+def peer_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Other implementations of Magma, each beside its own base; all leaves masked."""
+    for name in args.trees:
+        shapes = tree(name)
+        txs = forms("adamw")
+        txs = {f"magma_optax, {form}": txs[form] for form in ("bare", "with_magma")}
+        try:
+            txs |= rollfast_arms()
+        except ImportError as error:
+            print(f"rollfast is left out: {error}", file=sys.stderr)
+        grads = filled(shapes, 0.0)
+        built = {form: optimizer_arm(tx, shapes, grads) for form, tx in txs.items()}
+        times = in_turns({k: arm for k, (arm, _) in built.items()}, args.rounds, args.steps)
+        del grads
+        compiled = {form: seconds for form, (_, seconds) in built.items()}
+        try:
+            times |= torch_times(shapes, args.rounds, args.steps)
+        except ImportError as error:
+            print(f"pytorch_optimizer is left out: {error}", file=sys.stderr)
+        for form in times:
+            own = f"{form.split(',')[0]}, bare"
+            row = {"tree": name, "form": form, "ms": times[form]}
+            row["ratio"] = times[form] / times[own]
+            if form in compiled:
+                row |= {"compile_s": compiled[form]}
+                row |= {"compile_ratio": compiled[form] / compiled[own]}
+            yield row
+
+
+ROWS = dict(zip(PARTS, (step_rows, train_rows, compile_rows, state_rows, peer_rows), strict=True))
+
+
+def markdown(row: Row) -> str:
+    """Returns a row of a table; numbers with three digits."""
+    cells = [f"{x:.3g}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
+             for x in row.values()]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    gpu = jax.default_backend() != "cpu"
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.benchmark.optimizer", description=__doc__.split("\n\n")[0]
+    )
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
+    add("--trees", nargs="+", choices=TREES, default=["1b"] if gpu else ["matrices"])
+    add("--bases", nargs="+", choices=BASES, default=BASES, help="(all)")
+    add("--layouts", nargs="+", choices=["separate", "stacked"], default=["separate"])
+    add("--where", nargs="+", choices=["attention+mlp", "all"], default=["attention+mlp"])
+    add("--train-trees", nargs="+", choices=list(PRESETS), default=["130m" if gpu else "nano"])
+    add("--batch", nargs=2, type=int, default=[64, 256], metavar=("ROWS", "LENGTH"))
+    add("--leaves", nargs="+", type=int, default=LEAVES, help="of the trees for compile times")
+    add("--rounds", type=int, default=5, help="turns of each arm (%(default)s)")
+    add("--steps", type=int, default=10, help="steps a turn (%(default)s)")
+    add("--out", type=Path, default=OUT, help="JSON lines (beside this file)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints a table for each part and appends its rows to a file."""
+    args = parser().parse_args(argv)
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are to be real
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, optax {optax.__version__}")
+    for part in args.parts:
+        for number, row in enumerate(ROWS[part](args)):
+            if number == 0:
+                print(f"\n{part}\n\n| {' | '.join(row)} |\n|{' --- |' * len(row)}")
+            print(markdown(row), flush=True)
+            settings = {k: v for k, v in row.items() if not isinstance(v, float)}
+            results = {k: float(f"{v:.4g}") for k, v in row.items() if isinstance(v, float)}
+            append(args.out, {"part": part} | settings, results)
+
+
+if __name__ == "__main__":
+    main()
