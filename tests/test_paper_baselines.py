@@ -184,16 +184,19 @@ def test_apollo_on_stacked_matrices(mini):
     for i in range(2):
         sketch = [np.asarray(P["stacked"][i], np.float64)] * STEPS
         alpha = np.sqrt(128) if mini else 1.0
-        want = reference.apollo(double(grads, "stacked")[:, i], sketch, alpha, mini=mini)
+        want = reference.apollo(
+            list(grads["stacked"][:, i].astype(np.float64)), sketch, alpha, mini=mini
+        )
         np.testing.assert_allclose(got["stacked"][:, i], want, **CLOSE)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", MATRICES)
-def test_in_a_model(name, dtype):
+def test_in_a_model(name):
     """On the matrices alone, under Magma, with a learning rate that is traced, in a scan."""
-    grads = {path: jnp.asarray(g, dtype) for path, g in gradients(LLAMA).items()}
-    params = {path: jnp.zeros(shape, dtype) for path, shape in LLAMA.items()}
+    grads = {path: jnp.asarray(g) for path, g in gradients(LLAMA).items()}
+    bf16 = "model/layers/self_attn/q_proj/kernel"
+    grads[bf16] = grads[bf16].astype(jnp.bfloat16)
+    params = {path: jnp.zeros(g.shape[1:], g.dtype) for path, g in grads.items()}
 
     def make(lr):
         direction = on_matrices(MATRICES[name](), optax.scale_by_adam())
@@ -211,16 +214,16 @@ def test_in_a_model(name, dtype):
         return jax.lax.scan(step, tx.init(params), grads)
 
     state, updates = train(jnp.float32(0.1))
-    assert 0.5 < summarize(state)["mean"] < 0.7
+    assert 0.5 < summarize(state)["alignment_mean"] < 0.7
     adam, _ = run(optax.adam(0.1), grads)
     for path, u in updates.items():
-        assert u.dtype == dtype and np.isfinite(np.asarray(u, np.float32)).all()
+        assert u.dtype == grads[path].dtype and np.isfinite(np.asarray(u, np.float32)).all()
         if "kernel" in path:
             last = np.asarray(u[-1], np.float32)
             assert np.sum(last * np.asarray(grads[path][-1], np.float32)) < 0  # downhill
             assert not np.allclose(last, np.asarray(adam[path][-1], np.float32), rtol=0.05)
         else:
-            np.testing.assert_array_equal(u, adam[path])
+            np.testing.assert_allclose(u, adam[path], rtol=1e-4, atol=1e-7)  # fused otherwise
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -246,7 +249,7 @@ def test_magma_finds_the_momentum_of_c_adam_and_keeps_its_own_for_laprop():
         assert len(jax.tree.leaves(state.magma.momentum)) == own
         _, state = tx.update(g, state, params)
         _, state = tx.update(jax.tree.map(lambda x: x**2, g), state, params)
-        scores[own] = summarize(state)["mean"]
+        scores[own] = float(summarize(state)["alignment_mean"])
     assert scores[0] == pytest.approx(scores[1], rel=1e-6)
 
 
@@ -325,6 +328,6 @@ def test_damping_only():
     np.testing.assert_array_equal(damped["kernel"][kept], magma["kernel"][kept])
     np.testing.assert_allclose(halved["kernel"], 0.5 * damped["kernel"], rtol=1e-6)
     np.testing.assert_array_equal(halved["head"], grads["head"])
-    last = summarize(state)["mean"]
-    assert last == summarize(magma_state)["mean"] and 0.45 < last < 0.6
+    last = summarize(state)["alignment_mean"]
+    assert last == summarize(magma_state)["alignment_mean"] and 0.45 < last < 0.6
     np.testing.assert_allclose(damped["kernel"][-1], last * grads["kernel"][-1], rtol=1e-6)
