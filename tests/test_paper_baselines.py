@@ -213,7 +213,7 @@ def test_in_a_model(name):
 
         return jax.lax.scan(step, tx.init(params), grads)
 
-    state, updates = train(jnp.float32(0.1))
+    state, updates = train(0.1)
     assert 0.5 < summarize(state)["alignment_mean"] < 0.7
     adam, _ = run(optax.adam(0.1), grads)
     for path, u in updates.items():
@@ -224,6 +224,17 @@ def test_in_a_model(name):
             assert not np.allclose(last, np.asarray(adam[path][-1], np.float32), rtol=0.05)
         else:
             np.testing.assert_allclose(u, adam[path], rtol=1e-4, atol=1e-7)  # fused otherwise
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_state_can_be_donated(name):
+    tx, params = MATRICES[name](), {"w": jnp.ones((4, 6)), "v": jnp.ones((4, 6))}
+    update = jax.jit(tx.update, donate_argnums=1)  # fails where two leaves share a buffer
+    _, state = update(params, tx.init(params))
+    before = jax.tree.map(jnp.result_type, state)
+    _, state = update(params, state)
+    assert jax.tree.map(jnp.result_type, state) == before
+    assert update._cache_size() == 1  # weak types did not change either
 
 
 @pytest.mark.parametrize("name", MATRICES)

@@ -177,7 +177,7 @@ def projections(tree: optax.Updates, rank: int | None, seed: int, period: jax.Ar
     def draw(key, x):
         *batch, m, _ = _wide(x).shape
         r = _rank(x, rank)
-        return jax.random.normal(key, (*batch, m, r)) / math.sqrt(r)
+        return jax.random.normal(key, (*batch, m, r), jnp.float32) / math.sqrt(r)
 
     return jax.tree.map(draw, optax.tree.split_key_like(key, tree), tree)
 

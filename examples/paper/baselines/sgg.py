@@ -56,11 +56,12 @@ def sgg(
 
     Elements keep their cluster until the next clustering, and S starts at 1. Clusters are in the
     order of their centres, so that S goes on from one clustering to the next. The paper clusters
-    with scikit-learn's mini-batch k-means, which is random; here Lloyd's algorithm starts at
-    equal distances within one standard deviation of the mean. An empty cluster keeps its S. A
-    median of an even number is the lower of the middle two, as torch's.
+    by mini-batch k-means, which is random; here Lloyd's algorithm starts at equal distances within
+    one standard deviation of the mean. An empty cluster keeps its S. A median of an even number is
+    the lower of the middle two, as torch's. D is read as a median over elements, not over the
+    clusters of all layers.
 
-    Inside `matrices.on_matrices` D is over the matrices alone, as the paper has it.
+    D is over the leaves that the link sees: inside `matrices.on_matrices`, the matrices.
 
     Args:
         inner: A direction that keeps a momentum of the shape of the parameters.
@@ -154,7 +155,7 @@ def k_means(x: jax.Array, clusters: int) -> jax.Array:
     Returns:
         For each number 0 to K - 1, ascending with the centres; int8, shape (rows, n).
     """
-    spread = jnp.linspace(-1.0, 1.0, clusters)[None, :]
+    spread = jnp.linspace(-1.0, 1.0, clusters, dtype=jnp.float32)[None, :]
     centres = jnp.mean(x, -1, keepdims=True) + jnp.std(x, -1, keepdims=True) * spread
 
     def nearest(centres):

@@ -88,9 +88,15 @@ def scale_by_soap(
         return zeros
 
     def init_fn(params):
-        zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
-        left, right = (jax.tree.map(square(axis), params) for axis in (-2, -1))
-        return SoapState(jnp.zeros([], jnp.int32), zeros, zeros, left, right, left, right)
+        return SoapState(
+            count=jnp.zeros([], jnp.int32),
+            mu=optax.tree.zeros_like(params, dtype=jnp.float32),
+            nu=optax.tree.zeros_like(params, dtype=jnp.float32),
+            left=jax.tree.map(square(-2), params),
+            right=jax.tree.map(square(-1), params),
+            left_basis=jax.tree.map(square(-2), params),
+            right_basis=jax.tree.map(square(-1), params),
+        )
 
     def update_fn(updates, state, params=None):
         del params

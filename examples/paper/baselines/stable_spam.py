@@ -87,8 +87,11 @@ def adaptive_norm(
     check_decay("gamma2", gamma2)
 
     def init_fn(params):
-        zeros = jax.tree.map(zero_per_matrix, params)
-        return NormState(jnp.zeros([], jnp.int32), zeros, zeros)
+        return NormState(
+            count=jnp.zeros([], jnp.int32),
+            norm=jax.tree.map(zero_per_matrix, params),
+            norm_squared=jax.tree.map(zero_per_matrix, params),
+        )
 
     def update_fn(updates, state, params=None):
         del params
