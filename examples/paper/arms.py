@@ -7,19 +7,26 @@ without the mask, the scores or both.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import optax
 from jax.typing import ArrayLike
 
-from examples.llama.optimizers import direction, path_string
+from examples.llama.optimizers import direction
+from examples.paper.baselines.apollo import scale_by_apollo
+from examples.paper.baselines.c_adam import scale_by_c_adam
+from examples.paper.baselines.controls import constant, constant_times_mask
+from examples.paper.baselines.matrices import on_matrices
+from examples.paper.baselines.mgup import mgup
+from examples.paper.baselines.sgg import sgg
+from examples.paper.baselines.soap import scale_by_soap
+from examples.paper.baselines.stable_spam import scale_by_stable_spam
 from magma_optax import attention_and_mlp, skip_update, with_magma
 
 MEAN_MULTIPLIER = 0.2765  # of Magma at p = 0.5 and tau = 2, measured on Adam
 
 Build = Callable[[ArrayLike | optax.Schedule, ArrayLike], optax.GradientTransformation]
-Base = Callable[[], optax.GradientTransformation]
+Base = Callable[[], optax.GradientTransformation]  # a direction, uphill, without learning rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +43,21 @@ class Arm:
     centre: float
 
 
-def body(tree: optax.Params) -> optax.Params:
-    """Marks attention and MLP matrices."""
-    return jax.tree.map_with_path(
-        lambda path, leaf: attention_and_mlp(path_string(path), leaf), tree
-    )
-
-
-def plain(base: Base, *after: optax.GradientTransformation) -> Build:
-    """The base's direction, `after`, then the learning rate."""
+def plain(base: Base) -> Build:
+    """The base as it is."""
 
     def build(learning_rate: ArrayLike | optax.Schedule, key: ArrayLike):
         del key  # no coins
-        return optax.chain(base(), *after, optax.scale_by_learning_rate(learning_rate))
+        return optax.chain(base(), optax.scale_by_learning_rate(learning_rate))
+
+    return build
+
+
+def then(base: Base, link: Callable[[ArrayLike], optax.GradientTransformation]) -> Build:
+    """The base, then what `link` makes of the coins' seed."""
+
+    def build(learning_rate: ArrayLike | optax.Schedule, key: ArrayLike):
+        return optax.chain(plain(base)(learning_rate, key), link(key))
 
     return build
 
@@ -62,40 +71,76 @@ def magma(base: Base, where: Any = attention_and_mlp, **options: Any) -> Build:
     return build
 
 
-def skip(base: Base, multiplier: float = 1.0) -> Build:
-    """SkipUpdate after the base, times a constant on the same matrices."""
-
-    def build(learning_rate: ArrayLike | optax.Schedule, key: ArrayLike):
-        mask = skip_update(0.5, where=attention_and_mlp, key=key)
-        return optax.chain(plain(base, scaled(multiplier))(learning_rate, key), mask)
-
-    return build
-
-
-def scaled(multiplier: float) -> optax.GradientTransformation:
-    """Attention and MLP updates times a constant."""
-    return optax.masked(optax.scale(multiplier), body)
-
-
 def family(name: str, centre: float) -> dict[str, Arm]:
     """A base, the paper's two maskings of it, and the controls.
 
-    Whatever shrinks the updates starts its search at twice the base's rate.
+    The search of whatever shrinks updates begins at twice the base's rate.
     """
 
     def base() -> optax.GradientTransformation:
         return direction(name)
 
+    def skip(key: ArrayLike) -> optax.GradientTransformation:
+        return skip_update(0.5, where=attention_and_mlp, key=key)
+
+    def shrink(key: ArrayLike) -> optax.GradientTransformation:
+        del key
+        return constant(MEAN_MULTIPLIER)
+
+    def shrink_and_mask(key: ArrayLike) -> optax.GradientTransformation:
+        return constant_times_mask(2 * MEAN_MULTIPLIER, 0.5, key=key)
+
     return {
         name: Arm(plain(base), centre),
         f"{name}+magma": Arm(magma(base), 2 * centre),
-        f"{name}+skip": Arm(skip(base), centre),
-        # The mean multiplier alone; with the coins but without scores (0.553 x Bernoulli(0.5));
-        # and the scores without coins.
-        f"{name}+constant": Arm(plain(base, scaled(MEAN_MULTIPLIER)), 2 * centre),
-        f"{name}+constant*mask": Arm(skip(base, MEAN_MULTIPLIER), 2 * centre),
+        f"{name}+skip": Arm(then(base, skip), centre),
+        f"{name}+constant": Arm(then(base, shrink), 2 * centre),
+        f"{name}+constant*mask": Arm(then(base, shrink_and_mask), 2 * centre),
         f"{name}+damping": Arm(magma(base, survival_prob=1.0), 2 * centre),
     }
+
+
+class RememberingState(NamedTuple):
+    """State of `remembering`."""
+
+    momentum: optax.EmaState
+    inner_state: Any
+
+
+def remembering(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Keeps an EMA of the gradients beside `inner`, for SGG over a base that has none."""
+    ema = optax.ema(0.9, debias=False)
+
+    def init_fn(params):
+        return RememberingState(ema.init(params), inner.init(params))
+
+    def update_fn(updates, state, params=None):
+        directions, inner_state = inner.update(updates, state.inner_state, params)
+        _, momentum = ema.update(updates, state.momentum)
+        return directions, RememberingState(momentum, inner_state)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def adam() -> optax.GradientTransformation:
+    """What APOLLO and SGG leave embeddings, head and norms to."""
+    return direction("adam")
+
+
+def adam_sgg() -> optax.GradientTransformation:
+    """Adam with SGG on the matrices."""
+    return on_matrices(sgg(adam()), adam())
+
+
+def apollo() -> optax.GradientTransformation:
+    """APOLLO on the matrices."""
+    return on_matrices(scale_by_apollo(), adam())
+
+
+def apollo_sgg() -> optax.GradientTransformation:
+    """APOLLO with SGG on the matrices; its own moments are of low rank."""
+    grouped = sgg(remembering(scale_by_apollo()), momentum=lambda state: state.momentum.ema)
+    return on_matrices(grouped, adam())
 
 
 ARMS: dict[str, Arm] = {
@@ -103,5 +148,12 @@ ARMS: dict[str, Arm] = {
     **family("rmsprop", 2e-3),
     **family("laprop", 2e-3),
     **family("muon", 4e-3),
+    "c_adam": Arm(plain(scale_by_c_adam), 2e-3),
+    "adam+sgg": Arm(plain(adam_sgg), 2e-3),
     "adafactor": Arm(plain(lambda: direction("adafactor")), 4e-3),
+    "apollo": Arm(plain(apollo), 1e-2),
+    "apollo+sgg": Arm(plain(apollo_sgg), 1e-2),
+    "mgup": Arm(plain(lambda: mgup(adam())), 2e-3),
+    "stable_spam": Arm(plain(scale_by_stable_spam), 2e-3),
+    "soap": Arm(plain(scale_by_soap), 2e-3),
 }

@@ -37,7 +37,7 @@ STEPS = {
     **{name: RECIPES[name] for name in ("60m", "130m", "350m", "1b")},
 }
 WARMUP = 0.1  # of the steps, linear from 0; a cosine to a tenth of the peak follows
-LAST = 100  # steps in `train_loss_last`
+LAST = 100  # steps in `train_loss_last`, but no more than a tenth of the run
 CHUNK = 50  # steps a dispatch, at most
 CURVE = 30  # points of the loss curve, at most
 
@@ -80,19 +80,20 @@ class Trainer:
     def __init__(self, task: Task):
         """Compiles and reads nothing yet."""
         self.task = task
-        self._chunks: dict[str, Any] = {}
+        self._compiled: dict[str, tuple[Any, Any]] = {}  # init and train_chunk by arm
+        self._data: dict[int, Data] = {}  # by seed
 
-    @functools.lru_cache(maxsize=3)  # noqa: B019 - a trainer lives as long as its process
     def data(self, seed: int) -> Data:
         """The text in the order of `seed`."""
-        task = self.task
-        return load(
-            task.data,
-            seq_len=task.seq_len,
-            batch_size=task.batch_size,
-            seed=seed,
-            packing=task.packing,
-        )
+        if seed not in self._data:
+            self._data[seed] = load(
+                self.task.data,
+                seq_len=self.task.seq_len,
+                batch_size=self.task.batch_size,
+                seed=seed,
+                packing=self.task.packing,
+            )
+        return self._data[seed]
 
     @functools.cached_property
     def config(self) -> LlamaConfig:
@@ -132,15 +133,13 @@ class Trainer:
         start = time.perf_counter()
         steps = self.task.steps
         chunk = max(n for n in range(1, CHUNK + 1) if steps % n == 0)
-        rate = jnp.float32(learning_rate)
-        key = jnp.uint32(seed)
-        params = self.initial(seed)
-        opt_state = jax.jit(lambda params: self.optimizer(arm, rate, key).init(params))(params)
+        rate, key = jnp.float32(learning_rate), jnp.uint32(seed)
         batches = chunks(self.data(seed), chunk)
-        if name not in self._chunks:
-            args = params, opt_state, next(chunks(self.data(seed), chunk)), rate, key
-            self._chunks[name] = self.train_chunk(arm).lower(*args).compile()
-        train_chunk = self._chunks[name]
+        params = self.initial(seed)
+        if name not in self._compiled:
+            self._compiled[name] = self.compile(arm, params, rate, key, chunk)
+        init, train_chunk = self._compiled[name]
+        opt_state = init(params, rate, key)
 
         clock = time.perf_counter()
         pending: list[Array] = []  # losses still on the device
@@ -158,13 +157,15 @@ class Trainer:
         finite = all(map(math.isfinite, losses))
         valid_loss = float(self.evaluate(params, self.valid)) if finite else math.inf
         diverged = not math.isfinite(valid_loss)
-        last = float(np.mean(losses[-LAST:]))
+        valid_loss = math.inf if diverged else valid_loss
+        last = float(np.mean(losses[-min(LAST, -(-steps // 10)) :]))
         scores = {key: float(x) for key, x in summarize(opt_state).items() if "mean" in key}
         return {
-            "valid_loss": math.inf if diverged else valid_loss,
+            "valid_loss": valid_loss,
             "perplexity": math.inf if valid_loss > 700 else math.exp(valid_loss),
             "train_loss_last": last if math.isfinite(last) else math.inf,
             "diverged": diverged,
+            "steps": len(losses),
             "curve": curve(losses),
             "alignment": None if diverged else scores.get("alignment_mean"),
             "parameters": sum(x.size for x in jax.tree.leaves(params)),
@@ -190,11 +191,23 @@ class Trainer:
         tx = arm.build(lambda step: learning_rate * unit(step), key)
         return optax.with_extra_args_support(tx)
 
-    def train_chunk(self, arm: Arm) -> Any:
-        """Returns the jitted function that trains for some steps."""
+    def compile(
+        self, arm: Arm, params: optax.Params, learning_rate: Array, key: Array, chunk: int
+    ) -> tuple[Any, Any]:
+        """Compiles an arm for all learning rates and seeds.
+
+        Returns:
+            ``init(params, learning_rate, key) -> opt_state`` and ``train_chunk(params, opt_state,
+            batches, learning_rate, key) -> params, opt_state, losses``, which trains for `chunk`
+            steps and takes over the buffers of the first two.
+        """
+
+        @jax.jit
+        def init(params: optax.Params, learning_rate: Array, key: Array) -> optax.OptState:
+            return self.optimizer(arm, learning_rate, key).init(params)
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def run(params, opt_state, batches: Batch, learning_rate: Array, key: Array):
+        def train_chunk(params, opt_state, batches: Batch, learning_rate: Array, key: Array):
             tx = self.optimizer(arm, learning_rate, key)
 
             def step(carry: tuple[optax.Params, optax.OptState], batch: Batch):
@@ -206,7 +219,11 @@ class Trainer:
             (params, opt_state), losses = jax.lax.scan(step, (params, opt_state), batches)
             return params, opt_state, losses
 
-        return run
+        opt_state = jax.eval_shape(init, params, learning_rate, key)
+        batches = jax.ShapeDtypeStruct((chunk, self.task.batch_size, self.task.seq_len), jnp.int32)
+        batches = {"inputs": batches, "targets": batches}
+        lowered = train_chunk.lower(params, opt_state, batches, learning_rate, key)
+        return init, lowered.compile()
 
     def value_and_grad(self, params: optax.Params, batch: Batch) -> tuple[Array, optax.Params]:
         """Mean loss over the tokens of a batch (B, T), and its gradient."""

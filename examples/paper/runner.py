@@ -73,6 +73,13 @@ class Worker:
         self._process.kill()
         self._process.wait()
 
+    def close(self) -> None:
+        """Ends it and frees the pipes, once nobody reads from them."""
+        self.kill()
+        with contextlib.suppress(OSError):  # a request that it never read
+            self._process.stdin.close()
+        self._process.stdout.close()
+
     @property
     def alive(self) -> bool:
         """Whether it can take another run."""
@@ -188,7 +195,9 @@ def execute(sweep: Sweep, environments: Sequence[dict[str, str]]) -> int:
         while (run := sweep.take(device)) is not None:
             start = time.monotonic()
             try:
-                if device not in workers or not workers[device].alive:
+                if device in workers and not workers[device].alive:
+                    workers.pop(device).close()
+                if device not in workers:
                     workers[device] = Worker(environments[device])
                 reply = workers[device].run(sweep.task, run)
             except WorkerError as error:
@@ -205,8 +214,7 @@ def execute(sweep: Sweep, environments: Sequence[dict[str, str]]) -> int:
             thread.start()
         late = False
         while any(thread.is_alive() for thread in threads) and not (received or late):
-            for thread in threads:
-                thread.join(0.2)
+            time.sleep(0.05)
             late = time.monotonic() > sweep.deadline
         sweep.stop()
         while any(thread.is_alive() for thread in threads):  # one may be starting a worker
@@ -214,7 +222,7 @@ def execute(sweep: Sweep, environments: Sequence[dict[str, str]]) -> int:
                 worker.kill()
             threads[0].join(0.1)
         for worker in workers.values():
-            worker.kill()
+            worker.close()
     if received:
         print(f"{signal.Signals(received[0]).name}: stopped; the same command goes on", flush=True)
         return 128 + received[0]
