@@ -455,6 +455,20 @@ def test_what_is_still_running_at_the_deadline_is_killed(tmp_path, pretender, mo
     assert status == 0 and not state.records and not state.failed
 
 
+@pytest.mark.parametrize(
+    ("visible", "names"), [(None, ["0", "1"]), ("2,3", ["2", "3"]), ("GPU-a", ["GPU-a"])]
+)
+def test_each_worker_sees_one_gpu(monkeypatch, visible, names):
+    count = len(names)
+    monkeypatch.setattr(subprocess, "check_output", lambda *_, **__: f"a warning\ngpu {count}\n")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    platform, environments = runner.find_devices()
+    assert platform == "gpu"
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == names
+
+
 # ---------------------------------------------------------------------------------------------
 # The whole, in real processes
 
@@ -481,6 +495,7 @@ def test_a_sweep_ends_and_repeated_does_nothing(text, tmp_path, monkeypatch, cap
         assert process.returncode == code
         assert before < len(records.read(out)) <= before + 2
 
+    monkeypatch.setattr(llama_c4, "find_devices", lambda: ("cpu", [{}]))
     assert llama_c4.main(arguments) == 0
     found = records.read(out)
     runs = [tuple(record["settings"].items()) for record in found]
