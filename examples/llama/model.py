@@ -128,6 +128,7 @@ def stacked_layers(config: LlamaConfig, rngs: nnx.Rngs) -> Layer:
 def separate(layers: Layer, count: int) -> nnx.List[Layer]:
     """Takes `count` stacked layers apart."""
     graphdef, params = nnx.split(layers)
+    params = jax.lax.optimization_barrier(params)  # else XLA draws anew in each slice's kernel
 
     def layer(number: int) -> Layer:
         return nnx.merge(graphdef, jax.tree.map(lambda x: x[number], params))
