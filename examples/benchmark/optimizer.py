@@ -8,6 +8,7 @@ several rounds counts. Prints Markdown tables and appends each row to `--out` as
 """
 
 import argparse
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from examples.paper.records import append
 from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
 
 PARTS = ("step", "train", "compile", "state", "peers")
-TREES = ("matrices", "60m", "130m", "350m", "1b")
+TREES = ("matrices", *PRESETS)
 BASES = ("adam", "adamw", "rmsprop", "muon")
 FORMS = ("skip_update", "with_magma", "magma(grad=)")
 LEAVES = (100, 400, 2000)  # of the trees for compile times
@@ -44,9 +45,7 @@ def tree(name: str, scan_layers: bool = False) -> Any:
     if name == "matrices":
         matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
         return {f"layers/{i}/mlp/kernel": matrix for i in range(12)}
-    config = PRESETS[name]
-    config = type(config)(**{**vars(config), "scan_layers": scan_layers})
-    return abstract_model(config, 0)[1]
+    return abstract_model(dataclasses.replace(PRESETS[name], scan_layers=scan_layers), 0)[1]
 
 
 def narrow_llama(leaves: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -153,14 +152,8 @@ def train_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The whole training step of the Llama, and the optimizer's part of it."""
     for name in args.train_trees:
         flash = jax.default_backend() == "gpu"
-        config = PRESETS[name]
-        config = type(config)(
-            **{
-                **vars(config),
-                "dtype": "bfloat16" if flash else "float32",
-                "attention": "cudnn" if flash else "xla",
-            }
-        )
+        kind = {"dtype": "bfloat16", "attention": "cudnn"} if flash else {}
+        config = dataclasses.replace(PRESETS[name], **kind)
         mesh = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1})
         rows, length = args.batch
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, rows, length + 1))
@@ -313,7 +306,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Prints a table for each part and appends its rows to a file."""
     args = parser().parse_args(argv)
-    jax.config.update("jax_enable_compilation_cache", False)  # compile times are to be real
+    if args.parts != ["train"]:
+        jax.config.update("jax_enable_compilation_cache", False)  # compile times are to be real
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, optax {optax.__version__}")
     for part in args.parts:
         for number, row in enumerate(ROWS[part](args)):

@@ -1,0 +1,94 @@
+"""The benchmark runs every part, at sizes that take seconds, and counts what it says it counts."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from examples.benchmark import optimizer
+from examples.benchmark.timing import Arm, in_turns
+
+
+@pytest.fixture(autouse=True)
+def _keep_the_compilation_cache():
+    before = jax.config.jax_enable_compilation_cache
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+def run(tmp_path, *argv):
+    out = tmp_path / "results.jsonl"
+    small = ["--rounds", "1", "--steps", "1", "--trees", "tiny", "--train-trees", "tiny"]
+    optimizer.main([*small, "--batch", "2", "8", "--leaves", "3", "--out", str(out), *argv])
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_arms_take_turns_on_fresh_states():
+    log = []
+
+    def arm(name):
+        def init():
+            log.append(name)
+            return jnp.zeros(())
+
+        def step(state):
+            log.append(float(state))
+            return state + 1
+
+        return Arm(init, step)
+
+    times = in_turns({"a": arm("a"), "b": arm("b")}, rounds=2, steps=1)
+    turn = [0.0, 1.0, 2.0]  # two to warm up, one to time
+    assert log == ["a", *turn, "b", *turn, "a", *turn, "b", *turn]
+    assert times.keys() == {"a", "b"} and min(times.values()) > 0
+
+
+def test_step_times_every_form_of_both_layouts(tmp_path, capsys):
+    layouts = ["--layouts", "separate", "stacked", "--where", "all"]
+    records = run(tmp_path, "--parts", "step", "--bases", "adam", *layouts)
+    settings = [record["settings"] for record in records]
+    assert len({tuple(row.items()) for row in settings}) == 2 * 4
+    for record in records:
+        assert record["results"]["ms"] > 0 and record["results"]["compile_s"] > 0
+        if record["settings"]["form"] == "bare":
+            assert record["results"]["ratio"] == 1
+    assert f"| tiny | {2 * 9 + 3} separate | adam | all |" in capsys.readouterr().out
+
+
+def test_train_times_the_whole_step_and_the_optimizer(tmp_path):
+    records = run(tmp_path, "--parts", "train")
+    assert [r["settings"]["form"] for r in records] == ["bare", "skip_update", "with_magma"]
+    for record in records:
+        assert record["results"]["ms"] > record["results"]["optimizer_ms"] > 0
+
+
+def test_compile_times_are_of_the_asked_number_of_leaves(tmp_path):
+    records = run(tmp_path, "--parts", "compile")
+    assert {r["settings"]["leaves"] for r in records} == {3}
+    assert min(r["results"]["compile_s"] for r in records) > 0
+    assert len(optimizer.narrow_llama(2000)) == 2000
+
+
+def test_state_is_what_the_contract_says(tmp_path):
+    records = run(tmp_path, "--parts", "state", "--bases", "adam", "muon", "rmsprop")
+    added = {(r["settings"]["base"], r["settings"]["form"]): r["settings"] for r in records}
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 88) * 4  # bytes of attention and MLP
+    for base in ("adam", "muon"):
+        assert added[base, "skip_update"]["added_bytes"] == 12
+        assert added[base, "with_magma"]["added_bytes"] == 12 + 14 * 4
+        assert added[base, "magma(grad=)"]["added_bytes"] == 12 + 14 * 4 + matrices
+    assert added["rmsprop", "with_magma"]["added_bytes"] == 12 + 14 * 4 + matrices
+
+
+def test_absent_peers_are_named_and_left_out(tmp_path, capsys, monkeypatch):
+    def absent(*_):
+        raise ImportError("no such package")
+
+    monkeypatch.setattr(optimizer, "rollfast_arms", absent)
+    monkeypatch.setattr(optimizer, "torch_times", absent)
+    records = run(tmp_path, "--parts", "peers")
+    forms = [record["settings"]["form"] for record in records]
+    assert forms == ["magma_optax, bare", "magma_optax, with_magma"]
+    error = capsys.readouterr().err
+    assert "rollfast is left out" in error and "pytorch_optimizer is left out" in error
