@@ -18,7 +18,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "flax", "numpy")
 
 
 def commit() -> str | None:
-    """The commit that runs, with ``+`` when files differ from it; None outside a repository.
+    """The commit that runs, with ``+`` when files beside the results differ; None without git.
 
     The environment variable ``COMMIT`` names it for a copy of the files without their history.
     """
@@ -27,7 +27,8 @@ def commit() -> str | None:
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], stderr=-3, text=True)
-        changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
+        changes = [*git, "status", "--porcelain", "-uno", "--", ":/", ":(exclude)results"]
+        changed = subprocess.check_output(changes, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.strip() + ("+" if changed else "")
