@@ -16,6 +16,7 @@ Every arm has the same learning rates, the same rows and the same coins.
 import argparse
 import functools
 import itertools
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -328,7 +329,7 @@ def parser() -> Parser:
     add("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     add("--steps", nargs="+", type=interval_steps, default=[500, 2000], help="(500 2000)")
     add("--betas", nargs=2, type=number(0.0), default=[0.9, 0.999], help="AdamW's (0.9 0.999)")
-    add("--seeds", type=whole(1), default=60, help="runs a setting (%(default)s)")
+    add("--seeds", type=whole(1), default=60, help="a third from 10000 steps on (%(default)s)")
     add("--lowest-rate", type=number(0.0, above=True), default=1e-4, help="(%(default)s)")
     add("--highest-rate", type=number(0.0, above=True), default=10.0, help="(%(default)s)")
     add("--rates", type=whole(2), default=61, help="number of learning rates (%(default)s)")
@@ -354,7 +355,7 @@ def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
     steps, betas = list(args.steps), [list(args.betas)]
     if args.full:
         steps, betas = [500, 2000, 10000], [[0.9, 0.999], [0.95, 0.95]]
-    grid = itertools.product(betas, steps, args.schedules, args.cases, args.rows)
+    grid = itertools.product(steps, betas, args.schedules, args.cases, args.rows)
     return [
         {
             "experiment": "quadratics",
@@ -363,10 +364,10 @@ def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
             "schedule": schedule,
             "steps": steps,
             "betas": betas,
-            "seeds": args.seeds,
+            "seeds": args.seeds if steps < 10_000 else math.ceil(args.seeds / 3),
             "rates": [args.lowest_rate, args.highest_rate, args.rates],
         }
-        for betas, steps, schedule, case, rows in grid
+        for steps, betas, schedule, case, rows in grid
     ]
 
 
