@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 from matplotlib.figure import Figure
 
 from examples.llama.options import Parser, number, whole
@@ -39,7 +40,7 @@ TAILS = ("light", "heavy")
 ARMS = ("adam", "magma", "damping", "skip_update", "constant", "constant_mask", "magma_single")
 SURVIVAL = 0.5  # probability p of a block's update
 D, N, LAYERS, BATCH = 5, 20, 3, 1000
-RATES = [0.01 * 2**i for i in range(6)]
+RATES = [0.02 * 2**i for i in range(5)]
 FULL_RATES = [0.0025 * 2**i for i in range(9)]
 COLORS = dict(zip(ARMS, ("C0", "C3", "C1", "C2", "C4", "C5", "C9"), strict=True))
 LOSS_EVERY, CURVATURE_EVERY, LAST = 50, 250, 5  # the last 5 losses are averaged
@@ -57,16 +58,19 @@ def init(key: jax.Array) -> Params:
     return {"PQ": 0.05 * jax.random.normal(key, (LAYERS, 2, D, D))}
 
 
-def draw(key: jax.Array, tails: str, size: int = BATCH) -> Batch:
+def draw(key: jax.Array, heavy: ArrayLike, size: int = BATCH) -> Batch:
     """A batch of regressions y = w'x with w ~ N(0, I).
 
-    Light: x ~ N(0, I). Heavy: x uniform on the sphere times the root of Gamma(0.1, scale 10).
+    Light tails: x ~ N(0, I). Heavy: x uniform on the sphere times the root of Gamma(0.1, scale 10).
     """
     keys = jax.random.split(key, 3)
     x = jax.random.normal(keys[0], (size, N + 1, D))
-    if tails == "heavy":
+
+    def stretch(x: jax.Array) -> jax.Array:
         radius = jnp.sqrt(10 * jax.random.gamma(keys[1], 0.1, (size, N + 1, 1)))
-        x = x / jnp.linalg.norm(x, axis=-1, keepdims=True) * radius
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True) * radius
+
+    x = jax.lax.cond(heavy, stretch, lambda x: x, x)
     y = jnp.einsum("bnd,bd->bn", x, jax.random.normal(keys[2], (size, D)))
     return reduce_sequences(x, y)
 
@@ -150,7 +154,12 @@ def scale_blocks(factors: jax.Array) -> optax.GradientTransformation:
 
 
 def train(
-    seed: jax.Array, rates: jax.Array, multipliers: jax.Array, *, arm: str, tails: str, steps: int
+    seed: jax.Array,
+    rates: jax.Array,
+    multipliers: jax.Array,
+    heavy: jax.Array,
+    arm: str,
+    steps: int,
 ) -> tuple[jax.Array, Params, jax.Array]:
     """One run for each rate, on the same batches; the seed decides start, batches and coins.
 
@@ -159,7 +168,7 @@ def train(
         scores over the run (R, ...), 1 without Magma.
     """
     keys = jax.random.split(jax.random.key(seed), 3)
-    fixed = fixed_batch(tails)
+    fixed = fixed_batch(heavy)
 
     def begin(rate: jax.Array) -> Any:
         params = init(keys[0])
@@ -174,7 +183,7 @@ def train(
         return optax.apply_updates(params, updates), state, total + score(state)
 
     def step(carry: Any, index: jax.Array) -> Any:
-        batch = draw(jax.random.fold_in(keys[2], index), tails)
+        batch = draw(jax.random.fold_in(keys[2], index), heavy)
         return each(lambda pair: one(*pair, batch))((carry, rates)), None
 
     def interval(carry: Any, indices: jax.Array) -> Any:
@@ -187,9 +196,9 @@ def train(
     return losses, params, total / steps
 
 
-def fixed_batch(tails: str) -> Batch:
+def fixed_batch(heavy: ArrayLike) -> Batch:
     """The batch on which losses and Hessians are compared, the same for all runs."""
-    return draw(jax.random.key(2**31), tails)
+    return draw(jax.random.key(2**31), heavy)
 
 
 def score(state: Any) -> jax.Array:
@@ -204,10 +213,19 @@ def each(function: Any) -> Any:
     return jax.vmap(function)
 
 
-@functools.partial(jax.jit, static_argnames=("arm", "tails", "steps"))
-def sweep(seeds: jax.Array, rates: jax.Array, multipliers: jax.Array, **static: Any) -> Any:
+@functools.partial(jax.jit, static_argnames=("arm", "steps"))
+def sweep(
+    seeds: jax.Array, rates: jax.Array, multipliers: jax.Array, heavy: ArrayLike, **static: Any
+) -> Any:
     """`train` for every seed: a leading axis (seed, ...)."""
-    return each(lambda seed: train(seed, rates, multipliers, **static))(seeds)
+    return each(lambda seed: train(seed, rates, multipliers, heavy, **static))(seeds)
+
+
+@jax.jit
+def curvature(params: Params, heavy: ArrayLike) -> jax.Array:
+    """`condition_numbers` on the fixed batch of a (seed, time) array of parameters: (..., 2)."""
+    fixed = fixed_batch(heavy)
+    return each(each(lambda params: condition_numbers(params, fixed)))(params)
 
 
 def measure(setting: dict[str, Any], magma_scores: np.ndarray | None) -> dict[str, Any]:
@@ -219,8 +237,10 @@ def measure(setting: dict[str, Any], magma_scores: np.ndarray | None) -> dict[st
     """
     seeds, rates = jnp.arange(setting["seeds"]), jnp.array(setting["rates"], jnp.float32)
     multipliers = jnp.ones((LAYERS, 2)) if magma_scores is None else SURVIVAL * magma_scores
-    static = {key: setting[key] for key in ("arm", "tails", "steps")}
-    losses, params, scores = sweep(seeds, rates, multipliers, **static)
+    heavy = setting["tails"] == "heavy"
+    losses, params, scores = sweep(
+        seeds, rates, multipliers, heavy, arm=setting["arm"], steps=setting["steps"]
+    )
     losses, scores = np.asarray(losses), np.asarray(scores)  # (seeds, times, R), (seeds, R, ...)
 
     final = np.where(np.isnan(losses), np.inf, losses)[:, -LAST:].mean(axis=1)  # (seeds, R)
@@ -228,9 +248,7 @@ def measure(setting: dict[str, Any], magma_scores: np.ndarray | None) -> dict[st
     best = int(np.argmin(medians))
     every = CURVATURE_EVERY // LOSS_EVERY
     at_best = {"PQ": params["PQ"][:, every - 1 :: every, best]}  # (seeds, times, L, 2, d, d)
-    fixed = fixed_batch(setting["tails"])
-    curvature = jax.jit(each(each(lambda params: condition_numbers(params, fixed))))(at_best)
-    curvature = np.moveaxis(np.asarray(curvature), -1, 0)  # (2, seeds, times)
+    diagonal, eigenvalue = np.moveaxis(np.asarray(curvature(at_best, heavy)), -1, 0)
     thin = max(1, losses.shape[1] // 50)
     return {
         "best": best,
@@ -242,8 +260,8 @@ def measure(setting: dict[str, Any], magma_scores: np.ndarray | None) -> dict[st
         "loss_over_time": digits(quartiles(losses[:, thin - 1 :: thin, best])),
         "loss_steps": LOSS_EVERY * thin,
         "score": digits(np.median(scores[:, best], axis=0)),
-        "diagonal_over_time": digits(quartiles(curvature[0])),
-        "eigenvalue_over_time": digits(quartiles(curvature[1])),
+        "diagonal_over_time": digits(quartiles(diagonal)),
+        "eigenvalue_over_time": digits(quartiles(eigenvalue)),
     }
 
 
@@ -347,7 +365,7 @@ def parser() -> Parser:
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="constants take Magma's scores")
     add("--steps", type=interval_steps, default=500, help="a multiple of 250 (%(default)s)")
     add("--seeds", type=whole(1), default=2, help="runs at each rate (%(default)s)")
-    add("--rates", nargs="+", type=rate, default=RATES, help="learning rates (0.01 to 0.32)")
+    add("--rates", nargs="+", type=rate, default=RATES, help="learning rates (0.02 to 0.32)")
     add("--full", action="store_true", help="10000 steps, 6 seeds, 9 rates: wants a GPU")
     add("--out", type=Path, default=records.RESULTS / "linear_transformer.jsonl", help="records")
     add("--plot", action="store_true", help="draw the records instead of running")
