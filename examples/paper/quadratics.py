@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from matplotlib.figure import Figure
 
 from examples.llama.options import Parser, number, whole
 from examples.paper import records
@@ -306,10 +307,89 @@ def table(recorded: list[dict[str, Any]]) -> str:
         edge = {arm: " " if results[arm]["interior"] else "*" for arm in ARMS}
         line = f"{s['betas']!s:>12} {s['case']:>11} {s['rows']} {s['schedule']:>8} {s['steps']:5}"
         line += f" {10 ** results['adamw']['log10_loss'][1]:9.2e}{edge['adamw']}"
-        lines.append(line + "".join(f" {ratio(record, a):12.3g}{edge[a]}" for a in ARMS[1:]))
-    return "\n".join(
-        [*lines, "Losses over AdamW's, best rate each; * best rate at the grid's edge"]
-    )
+        ratios = "".join(f" {ratio(record, arm):12.3g}{edge[arm]}" for arm in ARMS[1:])
+        lines.append(line + ("  0 in float32, all arms alike" if at_floor(record) else ratios))
+    lines.append("Losses over AdamW's, each arm at its best rate (* at the edge of the grid)")
+    return "\n".join(lines)
+
+
+def plot_trajectories(recorded: list[dict[str, Any]], folder: Path) -> Path | None:
+    """The paper's figure: losses above, alignment by block below, a column a case.
+
+    Rows per step are the largest recorded of the settings whose course over time was kept, and
+    betas the last.
+    """
+    kept = [r for r in recorded if "cosine_over_time" in r["results"]["magma"]]
+    if not kept:
+        return None
+    betas = kept[-1]["settings"]["betas"]
+    rows = max(r["settings"]["rows"] for r in kept)
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    for record in kept:
+        s = record["settings"]
+        if s["betas"] != betas or s["rows"] != rows:
+            continue
+        top, bottom = axes[:, list(EIGENVALUES).index(s["case"])]
+        times = np.arange(1, POINTS + 1) * s["steps"] / POINTS
+        for arm, color, style in (("adamw", "C0", "--"), ("magma", "C3", "-")):
+            result = record["results"][arm]
+            low, median, high = 10 ** np.array(result["log10_loss_over_time"], float)
+            top.plot(times, median, color=color, label=f"{arm}, rate {result['rate']:g}")
+            top.fill_between(times, low, high, color=color, alpha=0.2, linewidth=0)
+            for block, cosine in enumerate(result["cosine_over_time"]):
+                label = f"{arm}, block {block + 1}"
+                bottom.plot(times, cosine, style, color=color, alpha=1 - block / 4, label=label)
+        top.set(title=f"{s['case']}, {rows} of 9 rows a step", yscale="log", ylabel="loss")
+        bottom.set(xlabel="step", ylabel="mean cos(mu, g)")
+        top.legend(fontsize="small")
+        bottom.legend(fontsize="x-small", ncols=2)
+    return save(figure, folder / "quadratics.png")
+
+
+def plot_ratios(recorded: list[dict[str, Any]], folder: Path) -> Path:
+    """Final loss over AdamW's in every setting, a panel an arm."""
+    arms = ("magma", "skip_update", "constant_mask", "damping", "constant")
+    columns = sorted({(r["settings"]["schedule"], r["settings"]["steps"]) for r in recorded})
+    lines = sorted({line_of(r) for r in recorded})
+    figure = Figure(figsize=(13, 1.5 + 0.3 * len(lines)), layout="constrained")
+    axes = figure.subplots(1, len(arms), sharey=True)
+    for panel, arm in zip(axes, arms, strict=True):
+        logs = np.full((len(lines), len(columns)), np.nan)
+        for r in recorded:
+            row = lines.index(line_of(r))
+            column = columns.index((r["settings"]["schedule"], r["settings"]["steps"]))
+            logs[row, column] = math.nan if at_floor(r) else math.log10(ratio(r, arm))
+            text = "0/0" if at_floor(r) else f"{ratio(r, arm):.2g}"
+            color = "white" if abs(logs[row, column]) > 0.6 else "black"
+            panel.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
+        panel.imshow(logs, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
+        panel.set_title(arm)
+        labels = [f"{schedule}\n{steps}" for schedule, steps in columns]
+        panel.set_xticks(range(len(columns)), labels, fontsize=6)
+    names = [f"{betas}  {case}  k = {rows}" for betas, case, rows in lines]
+    axes[0].set_yticks(range(len(lines)), names, fontsize=8)
+    figure.suptitle("Median final loss / AdamW's, each at its best rate (0/0: both reach zero)")
+    return save(figure, folder / "quadratics_ratios.png")
+
+
+def line_of(record: dict[str, Any]) -> tuple[tuple[float, ...], str, int]:
+    """Betas, case and rows."""
+    s = record["settings"]
+    return tuple(s["betas"]), s["case"], s["rows"]
+
+
+def at_floor(record: dict[str, Any]) -> bool:
+    """Whether AdamW and Magma both reach the smallest loss, so that no ratio means anything."""
+    floor = math.log10(SMALLEST) + 0.01
+    return all(float(record["results"][arm]["log10_loss"][1]) < floor for arm in ("adamw", "magma"))
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Writes a small PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=72)
+    return path
 
 
 # ---------------------------------------------------------------------------------------------
@@ -329,7 +409,7 @@ def parser() -> Parser:
     add("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     add("--steps", nargs="+", type=interval_steps, default=[500, 2000], help="(500 2000)")
     add("--betas", nargs=2, type=number(0.0), default=[0.9, 0.999], help="AdamW's (0.9 0.999)")
-    add("--seeds", type=whole(1), default=60, help="a third from 10000 steps on (%(default)s)")
+    add("--seeds", type=whole(1), default=60, help="a sixth from 10000 steps on (%(default)s)")
     add("--lowest-rate", type=number(0.0, above=True), default=1e-4, help="(%(default)s)")
     add("--highest-rate", type=number(0.0, above=True), default=10.0, help="(%(default)s)")
     add("--rates", type=whole(2), default=61, help="number of learning rates (%(default)s)")
@@ -364,7 +444,7 @@ def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
             "schedule": schedule,
             "steps": steps,
             "betas": betas,
-            "seeds": args.seeds if steps < 10_000 else math.ceil(args.seeds / 3),
+            "seeds": args.seeds if steps < 10_000 else math.ceil(args.seeds / 6),
             "rates": [args.lowest_rate, args.highest_rate, args.rates],
         }
         for steps, betas, schedule, case, rows in grid
@@ -374,6 +454,13 @@ def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is not recorded yet, or draws."""
     args = parser().parse_args(argv)
+    if args.plot:
+        if not (recorded := records.read(args.out)):
+            print(f"error: no records in {args.out}", file=sys.stderr)
+            return 2
+        print(plot_trajectories(recorded, args.images))
+        print(plot_ratios(recorded, args.images))
+        return 0
     try:
         asked = settings(args)
     except ValueError as error:
@@ -386,10 +473,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for count, setting in enumerate(missing, 1):
         record = records.append(args.out, setting, measure(setting))
         what = " ".join(f"{key}={setting[key]}" for key in ("case", "rows", "schedule", "steps"))
-        took = time.perf_counter() - start
-        print(
-            f"{count}/{len(missing)} {took:5.0f} s {what}: {ratio(record, 'magma'):.3g}", flush=True
-        )
+        clock = f"{count}/{len(missing)} {time.perf_counter() - start:5.0f} s"
+        print(f"{clock} {what}: Magma / AdamW {ratio(record, 'magma'):.3g}", flush=True)
     print(table([record for record in records.read(args.out) if record["settings"] in asked]))
     return 0
 
