@@ -39,7 +39,7 @@ from magma_optax import attention_and_mlp, skip_update, with_magma
 
 Params = dict[str, jax.Array]  # by path; a masked leaf is a block
 Loss = Callable[[Params], jax.Array]
-SCALES = (1.0, 0.5, 0.25)  # of the update, to see the remainder vanish
+SCALES = (1.0, 0.5, 0.25, 0.125)  # of the update, to see the remainder vanish
 
 
 # ---------------------------------------------------------------------------------------------
