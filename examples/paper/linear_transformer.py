@@ -106,8 +106,9 @@ def condition_numbers(params: Params, batch: Batch) -> jax.Array:
     The largest over the median of absolute values: of the diagonal in the code of Ahn et al., of
     the eigenvalues in the text of the paper.
     """
-    size = params["PQ"].size
-    hessian = jax.hessian(loss)(params, batch)["PQ"]["PQ"].reshape(size, size)
+    gradient = jax.grad(lambda flat: loss({"PQ": flat.reshape(params["PQ"].shape)}, batch))
+    flat = params["PQ"].ravel()
+    hessian = each(lambda v: jax.jvp(gradient, (flat,), (v,))[1])(jnp.eye(flat.size))
     values = jnp.stack([jnp.diagonal(hessian), jnp.linalg.eigvalsh(hessian)])
     return jnp.max(jnp.abs(values), axis=1) / jnp.median(jnp.abs(values), axis=1)
 
@@ -168,31 +169,32 @@ def train(
         scores over the run (R, ...), 1 without Magma.
     """
     keys = jax.random.split(jax.random.key(seed), 3)
+    coins = jax.random.key_data(keys[1])
     fixed = fixed_batch(heavy)
 
     def begin(rate: jax.Array) -> Any:
         params = init(keys[0])
-        state = optimizer(arm, rate, keys[1], multipliers).init(params)
+        state = optimizer(arm, rate, coins, multipliers).init(params)
         return params, state, jnp.zeros_like(score(state))
 
     def one(carry: Any, rate: jax.Array, batch: Batch) -> Any:
         params, state, total = carry
         gradient = jax.grad(loss)(params, batch)
-        tx = optimizer(arm, rate, keys[1], multipliers)
+        tx = optimizer(arm, rate, coins, multipliers)
         updates, state = tx.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, total + score(state)
 
-    def step(carry: Any, index: jax.Array) -> Any:
-        batch = draw(jax.random.fold_in(keys[2], index), heavy)
+    def step(carry: Any, key: jax.Array) -> Any:
+        batch = draw(key, heavy)
         return each(lambda pair: one(*pair, batch))((carry, rates)), None
 
-    def interval(carry: Any, indices: jax.Array) -> Any:
-        carry, _ = jax.lax.scan(step, carry, indices)
+    def interval(carry: Any, keys: jax.Array) -> Any:
+        carry, _ = jax.lax.scan(step, carry, keys)
         losses = each(lambda params: loss(params, fixed))(carry[0])
         return carry, (losses, carry[0])
 
-    indices = jnp.arange(steps).reshape(-1, LOSS_EVERY)
-    (_, _, total), (losses, params) = jax.lax.scan(interval, jax.vmap(begin)(rates), indices)
+    batches = jax.random.split(keys[2], (steps // LOSS_EVERY, LOSS_EVERY))
+    (_, _, total), (losses, params) = jax.lax.scan(interval, jax.vmap(begin)(rates), batches)
     return losses, params, total / steps
 
 
@@ -324,20 +326,21 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
         "eigenvalue_over_time": "max / median |eigenvalue of H|",
     }
     figure = Figure(figsize=(9, 9), layout="constrained")
-    axes = figure.subplots(len(rows), len(TAILS), sharex=True, squeeze=False)
+    shown = [tails for tails in TAILS if any(r["settings"]["tails"] == tails for r in drawn)]
+    axes = figure.subplots(len(rows), len(shown), sharex=True, squeeze=False)
     for record in drawn:
         s, r = record["settings"], record["results"]
         for row, name in enumerate(rows):
             every = r["loss_steps"] if name == "loss_over_time" else CURVATURE_EVERY
             low, median, high = np.array(r[name], float)
             steps = every * np.arange(1, len(median) + 1)
-            panel = axes[row, TAILS.index(s["tails"])]
+            panel = axes[row, shown.index(s["tails"])]
             label = f"{s['arm']}, rate {r['rate']:g}"
             panel.plot(steps, median, color=COLORS[s["arm"]], label=label, linewidth=1.2)
             if s["arm"] in ("adam", "magma"):
                 panel.fill_between(steps, low, high, color=COLORS[s["arm"]], alpha=0.2, lw=0)
     for row, label in enumerate(rows.values()):
-        for column, tails in enumerate(TAILS):
+        for column, tails in enumerate(shown):
             axes[row, column].set(yscale="log", ylabel=label)
             axes[0, column].set_title(f"{tails} tails")
             axes[0, column].legend(fontsize="x-small")

@@ -67,10 +67,20 @@ def append(path: Path, settings: dict[str, Any], results: dict[str, Any]) -> dic
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of the JSON-lines file `path`; none if there is no such file."""
+    """The records of the JSON-lines file `path`; none if there is no such file.
+
+    Raises:
+      ValueError: a line is not a record, as when a writer was killed.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is no record: {error}") from None
+    return found
 
 
 def _finite(value: Any) -> Any:
