@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.typing import ArrayLike
 from matplotlib.figure import Figure
 
 from examples.llama.config import LlamaConfig
@@ -51,9 +52,10 @@ def hessian_product(loss: Loss, params: Params, v: Params) -> Params:
     return jax.jvp(jax.grad(loss), (params,), (v,))[1]
 
 
-def only(block: str, tree: Params) -> Params:
-    """`tree` with every other block zero."""
-    return {path: x if path == block else jnp.zeros_like(x) for path, x in tree.items()}
+def only(block: ArrayLike, tree: Params, blocks: Sequence[str]) -> Params:
+    """`tree` with zeros outside the block of that number."""
+    number = {path: index for index, path in enumerate(blocks)}
+    return {path: jnp.where(number.get(path, -1) == block, x, 0) for path, x in tree.items()}
 
 
 def geometric_regularizer(
@@ -61,25 +63,30 @@ def geometric_regularizer(
 ) -> dict[str, jax.Array]:
     """R_b = (1 - p) / (2 p) delta_b' H_bb delta_b of each block."""
 
-    def curvature(block: str) -> jax.Array:
-        v = only(block, delta)
+    def curvature(block: jax.Array) -> jax.Array:
+        v = only(block, delta, blocks)
         return optax.tree.vdot(v, hessian_product(loss, params, v))
 
-    return {block: (1 - p) / (2 * p) * curvature(block) for block in blocks}
+    values = (1 - p) / (2 * p) * jax.lax.map(curvature, jnp.arange(len(blocks)))
+    return dict(zip(blocks, values, strict=True))
 
 
 def smoothness(
-    loss: Loss, params: Params, block: str, key: jax.Array, steps: int = 20
-) -> jax.Array:
-    """The eigenvalue of H_bb largest in size, by power iteration: a local stand-in for L_b."""
+    loss: Loss, params: Params, blocks: Sequence[str], steps: int = 20
+) -> dict[str, jax.Array]:
+    """The eigenvalue of each H_bb largest in size, by power iteration: a local stand-in for L_b."""
 
-    def step(v: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        hv = hessian_product(loss, params, only(block, {**params, block: v}))[block]
-        norm = jnp.linalg.norm(hv)
-        return hv / jnp.where(norm > 0, norm, 1), norm
+    def largest(block: jax.Array) -> jax.Array:
+        def step(v: Params, _: None) -> tuple[Params, jax.Array]:
+            hv = only(block, hessian_product(loss, params, v), blocks)
+            norm = optax.tree.norm(hv)
+            return optax.tree.scale(1 / jnp.where(norm > 0, norm, 1), hv), norm
 
-    v = jax.random.normal(key, params[block].shape)
-    return jax.lax.scan(step, v / jnp.linalg.norm(v), None, steps)[1][-1]
+        v = only(block, optax.tree.random_like(jax.random.key(0), params), blocks)
+        v = optax.tree.scale(1 / optax.tree.norm(v), v)
+        return jax.lax.scan(step, v, None, steps)[1][-1]
+
+    return dict(zip(blocks, jax.lax.map(largest, jnp.arange(len(blocks))), strict=True))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -116,15 +123,18 @@ def proposition(
     """Both sides of Proposition 1 for the update times each of `SCALES`."""
     loss = lambda params: loss_of(params, batch)  # noqa: E731
     regularizer = geometric_regularizer(loss, params, delta, p, blocks)
-    total = sum(regularizer.values())
-    sides = []
-    for c in SCALES:
-        measured, error = mean_over_coins(
-            loss, params, optax.tree.scale(c, delta), p, blocks, draws
-        )
-        sides.append({"scale": c, "measured": measured, "error": error, "predicted": c**2 * total})
+    scaled = lambda c: optax.tree.scale(c, delta)  # noqa: E731
+    mean = lambda c: mean_over_coins(loss, params, scaled(c), p, blocks, draws)  # noqa: E731
+    measured, error = jax.lax.map(mean, jnp.array(SCALES))
+    predicted = jnp.array(SCALES) ** 2 * sum(regularizer.values())
     decrease = loss(params) - loss(optax.tree.sub(params, delta))
-    return {"p": p, "sides": sides, "decrease": decrease, "regularizer": regularizer}
+    return {
+        "measured": measured,
+        "error": error,
+        "predicted": predicted,
+        "decrease": decrease,
+        "regularizer": regularizer,
+    }
 
 
 # ---------------------------------------------------------------------------------------------
@@ -183,8 +193,7 @@ def descent(
         return s, descents, squares, jnp.mean(jax.lax.map(next_loss, steps))
 
     s, descents, squares, next_losses = jax.lax.map(terms, batches)  # by block, (K,)
-    keys = jax.random.split(jax.random.key(0), len(blocks))
-    big_l = {b: smoothness(objective, params, b, key) for b, key in zip(blocks, keys, strict=True)}
+    big_l = smoothness(objective, params, blocks)
     rho = {b: jnp.mean(s[b] ** 2 * squares[b]) / jnp.mean(squares[b]) for b in blocks}
     sgd_descent = sum(jnp.mean(descents[b]) for b in blocks)
     sgd_penalty = sum(big_l[b] * jnp.mean(squares[b]) for b in blocks)
@@ -306,8 +315,8 @@ def describe(args: argparse.Namespace, experiment: str) -> dict[str, Any]:
 
 def record(path: Path, setting: dict[str, Any], results: Any) -> None:
     """Appends the record and prints its numbers."""
-    short = lambda x: x if isinstance(x, str) else float(f"{float(x):.4g}")  # noqa: E731
-    results = jax.tree.map(short, results)
+    short = lambda x: np.vectorize(lambda y: float(f"{y:.4g}"), otypes=[object])(x)  # noqa: E731
+    results = jax.tree.map(lambda x: short(np.asarray(x)).tolist(), results)
     records.append(path, setting, results)
     print({key: setting[key] for key in ("experiment", "step", "p")}, flush=True)
     for key, value in results.items():
@@ -325,13 +334,12 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
     figure = Figure(figsize=(13, 4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     for p, color in zip((0.25, 0.5, 0.75), ("C3", "C0", "C2"), strict=True):
-        sides = [
-            s for r in of("proposition") if r["settings"]["p"] == p for s in r["results"]["sides"]
-        ]
-        if sides:
-            x, y, error = np.array([[s["predicted"], s["measured"], s["error"]] for s in sides]).T
+        found = [r["results"] for r in of("proposition") if r["settings"]["p"] == p]
+        if found:
+            names = ("predicted", "measured", "error")
+            x, y, error = (np.concatenate([r[name] for r in found]) for name in names)
             left.errorbar(x, y, 2 * error, fmt="o", color=color, markersize=4, label=f"p = {p:g}")
-    line = [s["predicted"] for r in of("proposition") for s in r["results"]["sides"]]
+    line = [x for r in of("proposition") for x in r["results"]["predicted"]]
     left.plot(sorted(line), sorted(line), color="gray", linewidth=0.8, label="equal")
     left.set(xscale="log", yscale="log", title="Proposition 1 (bars: 2 standard errors)")
     left.set(xlabel="sum of R over blocks", ylabel="mean loss over coins, less the dense step's")
