@@ -140,3 +140,9 @@ def test_the_committed_records_are_whole_and_small():
     for record in done:
         if not quadratics.at_floor(record):
             assert all(result["interior"] for result in record["results"].values())
+
+
+def test_of_two_records_of_a_setting_the_one_of_more_seeds_is_drawn():
+    records = [{"settings": {"case": c, "seeds": n}} for c, n in [("a", 60), ("b", 10), ("a", 10)]]
+    drawn = [record["settings"] for record in quadratics.most_seeds(records)]
+    assert sorted(drawn, key=str) == [{"case": "a", "seeds": 60}, {"case": "b", "seeds": 10}]

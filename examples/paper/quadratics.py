@@ -352,25 +352,26 @@ def plot_ratios(recorded: list[dict[str, Any]], folder: Path) -> Path:
     arms = ("magma", "skip_update", "constant_mask", "damping", "constant")
     columns = sorted({(r["settings"]["schedule"], r["settings"]["steps"]) for r in recorded})
     lines = sorted({line_of(r) for r in recorded})
-    figure = Figure(figsize=(13, 1.5 + 0.3 * len(lines)), layout="constrained")
+    figure = Figure(figsize=(13.5, 1.8 + 0.27 * len(lines)), layout="constrained")
     axes = figure.subplots(1, len(arms), sharey=True)
     for panel, arm in zip(axes, arms, strict=True):
         logs = np.full((len(lines), len(columns)), np.nan)
         for r in recorded:
             row = lines.index(line_of(r))
             column = columns.index((r["settings"]["schedule"], r["settings"]["steps"]))
-            logs[row, column] = math.nan if at_floor(r) else math.log10(ratio(r, arm))
-            text = "0/0" if at_floor(r) else f"{ratio(r, arm):.2g}"
+            value = ratio(r, arm)
+            logs[row, column] = math.nan if at_floor(r) else math.log10(value)
+            text = "0/0" if at_floor(r) else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
             color = "white" if abs(logs[row, column]) > 0.6 else "black"
             panel.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
         panel.imshow(logs, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
         panel.set_title(arm)
-        labels = [f"{schedule}\n{steps}" for schedule, steps in columns]
-        panel.set_xticks(range(len(columns)), labels, fontsize=6)
+        labels = [f"{schedule} {steps}" for schedule, steps in columns]
+        panel.set_xticks(range(len(columns)), labels, fontsize=7, rotation=90)
     names = [f"{betas}  {case}  k = {rows}" for betas, case, rows in lines]
     axes[0].set_yticks(range(len(lines)), names, fontsize=8)
     figure.suptitle("Median final loss / AdamW's, each at its best rate (0/0: both reach zero)")
-    return save(figure, folder / "quadratics_ratios.png")
+    return save(figure, folder / "quadratics_ratios.png", dpi=66)
 
 
 def line_of(record: dict[str, Any]) -> tuple[tuple[float, ...], str, int]:
@@ -379,16 +380,24 @@ def line_of(record: dict[str, Any]) -> tuple[tuple[float, ...], str, int]:
     return tuple(s["betas"]), s["case"], s["rows"]
 
 
+def most_seeds(recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the records of one setting that with the most seeds."""
+    best: dict[str, dict[str, Any]] = {}
+    for record in sorted(recorded, key=lambda record: record["settings"]["seeds"]):
+        best[repr(record["settings"] | {"seeds": None})] = record
+    return list(best.values())
+
+
 def at_floor(record: dict[str, Any]) -> bool:
     """Whether AdamW and Magma both reach the smallest loss, so that no ratio means anything."""
     floor = math.log10(SMALLEST) + 0.01
     return all(float(record["results"][arm]["log10_loss"][1]) < floor for arm in ("adamw", "magma"))
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path, dpi: int = 72) -> Path:
     """Writes a small PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=72)
+    figure.savefig(path, dpi=dpi)
     return path
 
 
@@ -458,6 +467,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not (recorded := records.read(args.out)):
             print(f"error: no records in {args.out}", file=sys.stderr)
             return 2
+        recorded = most_seeds(recorded)
         print(plot_trajectories(recorded, args.images))
         print(plot_ratios(recorded, args.images))
         return 0
