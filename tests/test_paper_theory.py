@@ -120,6 +120,8 @@ def test_the_descent_terms_with_one_batch_and_equal_scores():
     error = eta * s * np.linalg.norm(squares) * np.sqrt((1 - p) / p / 2000)
     assert abs(got["decrease"] - mean) < 5 * error
     assert mean > got["descent"] - got["penalty"]
+    np.testing.assert_allclose(got["descent"] - got["within"], mean, rtol=1e-5)
+    np.testing.assert_allclose(got["between"], 0, atol=1e-5 * got["within"])
 
 
 @pytest.mark.parametrize(("p", "s"), [(1.0, 1.0), (0.5, 1.0), (0.5, 0.55), (0.9, 0.4)])
