@@ -170,12 +170,11 @@ def descent(
         draws: Coins tossed for each batch to measure E l(theta_next).
 
     Returns:
-        The loss; the lemma's two terms; in place of the penalty, the exact second-order terms
-        ``within`` blocks and ``between`` them; the mean decrease measured and its error by coins;
-        ``alpha`` and
-        ``penalty_ratio``, the two terms over those of plain SGD; ``best_decrease_ratio``, the
-        decrease that the lemma promises at the best eta, over plain SGD's; and by block the score,
-        rho / p and L.
+        The loss; the lemma's two terms, ``descent`` and ``penalty``; in place of the penalty, the
+        exact second-order terms ``within`` blocks and ``between`` them; the mean ``decrease``
+        measured and its ``error`` by coins; ``alpha`` and ``penalty_ratio``, the two terms over
+        those of plain SGD; ``best_decrease_ratio``, the decrease that the lemma promises at its
+        best eta, over plain SGD's; and by block the score, rho / p and L.
     """
     objective = lambda params: jnp.mean(jax.lax.map(lambda b: loss_of(params, b), batches))  # noqa: E731
     mean_gradient = jax.grad(objective)(params)
