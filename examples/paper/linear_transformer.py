@@ -348,7 +348,7 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
     figure.suptitle(f"Linear transformer, median of {most} seeds (quartiles of two arms)")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "linear_transformer.png"
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=62)
     return path
 
 
