@@ -18,7 +18,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "flax", "numpy")
 
 
 def commit() -> str | None:
-    """The commit that runs, with ``+`` when files differ from it; None outside a repository.
+    """The commit that runs, with ``+`` when files beside the results differ; None without git.
 
     The environment variable ``COMMIT`` names it for a copy of the files without their history.
     """
@@ -27,7 +27,8 @@ def commit() -> str | None:
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], stderr=-3, text=True)
-        changed = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True)
+        changes = [*git, "status", "--porcelain", "-uno", "--", ":/", ":(exclude)results"]
+        changed = subprocess.check_output(changes, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.strip() + ("+" if changed else "")
@@ -73,10 +74,20 @@ def append(
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of the JSON-lines file `path`; none if there is no such file."""
+    """The records of the JSON-lines file `path`; none if there is no such file.
+
+    Raises:
+      ValueError: a line is not a record, as when a writer was killed.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is no record: {error}") from None
+    return found
 
 
 def _finite(value: Any) -> Any:

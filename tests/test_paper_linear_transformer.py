@@ -1,0 +1,160 @@
+"""The linear transformer: the source's function, its values at the start, the arms, the command."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from examples.paper import linear_transformer as lt
+from examples.paper import records
+
+LOSS_AND_GRADIENT = jax.jit(jax.value_and_grad(lt.loss))
+
+
+def sequences(seed, size=7):
+    """A few sequences, written without `draw`: x (B, n+1, d), y (B, n+1)."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(size, lt.N + 1, lt.D))
+    w = rng.normal(size=(size, lt.D, 1))
+    return x, (x @ w)[..., 0]
+
+
+def attention_loss(params, x, y):
+    """The model of Ahn et al. on whole sequences, in loops over B and L; float64."""
+    errors = []
+    for x_one, y_one in zip(x, y, strict=True):
+        z = np.column_stack([x_one, y_one])  # (n+1, d+1)
+        z[-1, -1] = 0
+        context = np.eye(lt.N + 1)
+        context[-1, -1] = 0  # Nothing attends to the query.
+        for p, q in params:
+            p_full, q_full = np.zeros((2, lt.D + 1, lt.D + 1))
+            p_full[: lt.D, : lt.D], q_full[: lt.D, : lt.D] = p, q
+            p_full[-1, -1] = 1
+            scores = z @ q_full @ z.T  # (to, from)
+            z = z + scores @ context @ z @ p_full.T / lt.N
+        errors.append((z[-1, -1] + y_one[-1]) ** 2)
+    return np.mean(errors)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_small_matrices_compute_the_attention(seed):
+    params = lt.init(jax.random.key(seed))
+    x, y = sequences(seed)
+    batch = lt.reduce_sequences(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
+    expected = attention_loss(np.asarray(params["PQ"], np.float64), x, y)
+    np.testing.assert_allclose(lt.loss(params, batch), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heavy", "loss", "norm"), [(False, 5.38, 9.0), (True, 0.97, 0.45)])
+def test_values_at_the_start(heavy, loss, norm):
+    """Medians of 20 starts and batches; the stated numbers are of one, so within a tenth.
+
+    The heavy-tailed gradient norm varies fourfold between batches: within a third.
+    """
+    draw = jax.jit(lt.draw)
+    values = []
+    for seed in range(20):
+        batch = draw(jax.random.key(seed), heavy)
+        value, gradient = LOSS_AND_GRADIENT(lt.init(jax.random.key(100 + seed)), batch)
+        values.append((value, optax.tree.norm(gradient)))
+    median_loss, median_norm = np.median(values, axis=0)
+    np.testing.assert_allclose(median_loss, loss, rtol=0.1)
+    np.testing.assert_allclose(median_norm, norm, rtol=1 / 3 if heavy else 0.1)
+
+
+def test_tails_have_one_variance_and_differ_in_the_fourth_moment():
+    """E |x|^2 = d or 1; E |x|^4 / (E |x|^2)^2 = 1 + 2/d, or 1 + 1/0.1 for the Gamma."""
+    for heavy, second, kurtosis in [(False, lt.D, 1 + 2 / lt.D), (True, 1.0, 11.0)]:
+        query = lt.draw(jax.random.key(0), heavy, size=100_000)[1]
+        squares = np.sum(np.square(query[: lt.D, 0], dtype=np.float64), axis=0)
+        np.testing.assert_allclose(squares.mean(), second, rtol=0.05)
+        np.testing.assert_allclose((squares**2).mean() / second**2, kurtosis, rtol=0.15)
+
+
+def test_the_last_p_has_no_gradient():
+    """Nothing reads what it writes, so 25 of the 150 diagonal entries are zero."""
+    _, gradient = LOSS_AND_GRADIENT(lt.init(jax.random.key(0)), lt.draw(jax.random.key(1), False))
+    last_p = np.zeros((lt.LAYERS, 2), bool)
+    last_p[-1, 0] = True
+    np.testing.assert_array_equal(np.abs(gradient["PQ"]).max(axis=(2, 3)) == 0, last_p)
+
+
+def test_condition_numbers_of_a_known_hessian(monkeypatch):
+    """l = x' H x / 2: the diagonal and the eigenvalues have different ratios."""
+    rng = np.random.default_rng(0)
+    h = rng.normal(size=(150, 150))
+    h = h + h.T
+    flat = lambda params: params["PQ"].ravel()  # noqa: E731
+    monkeypatch.setattr(lt, "loss", lambda params, batch: flat(params) @ batch @ flat(params) / 2)
+    values = lt.condition_numbers(lt.init(jax.random.key(0)), jnp.asarray(h, jnp.float32))
+    for value, exact in zip(values, [np.diagonal(h), np.linalg.eigvalsh(h)], strict=True):
+        np.testing.assert_allclose(value, abs(exact).max() / np.median(abs(exact)), rtol=1e-3)
+
+
+def test_blocks_are_p_and_q_of_each_layer_or_all_as_one():
+    params = lt.init(jax.random.key(0))
+
+    def moved(arm):
+        tx = lt.optimizer(arm, 0.1, jax.random.key(3), jnp.full((3, 2), 0.5))
+        state, seen = tx.init(params), []
+        for _ in range(12):
+            updates, state = tx.update(params, state, params)
+            seen.append(np.asarray(updates["PQ"]) != 0)
+        return np.stack(seen)
+
+    assert moved("adam").all() and moved("damping").all() and moved("constant").all()
+    for arm in ("magma", "skip_update", "constant_mask"):
+        blocks = moved(arm)
+        per_block = blocks.any(axis=(3, 4))
+        np.testing.assert_array_equal(blocks, per_block[..., None, None] & np.ones((5, 5), bool))
+        assert (per_block.any(axis=(1, 2)) & ~per_block.all(axis=(1, 2))).any()  # not one coin
+    np.testing.assert_array_equal(moved("skip_update"), moved("magma"))  # the same coins
+    single = moved("magma_single").reshape(12, -1)
+    assert (single.all(axis=1) == single.any(axis=1)).all() and not single.all()
+
+
+def test_the_command_records_skips_what_is_recorded_and_draws(tmp_path, capsys, monkeypatch):
+    """The Hessian of a batch of 2, to compile and run in seconds."""
+    monkeypatch.setattr(lt, "BATCH", 2)
+    monkeypatch.setattr(lt, "draw", lambda key, heavy: DRAW(key, heavy, 2))
+    out = tmp_path / "new" / "lt.jsonl"
+    options = "--tails light --arms constant adam magma --steps 250 --seeds 1 --rates 0.04 0.02"
+    run = [*options.split(), "--out", str(out)]
+    assert lt.main(run) == 0
+    written = out.read_bytes()
+    done = records.read(out)
+    assert [record["settings"]["arm"] for record in done] == ["adam", "magma", "constant"]
+    assert all(record["settings"]["rates"] == [0.02, 0.04] for record in done)
+    assert np.shape(done[1]["results"]["score"]) == (lt.LAYERS, 2)
+    assert np.shape(done[0]["results"]["eigenvalue_over_time"]) == (3, 1)
+    capsys.readouterr()
+
+    assert lt.main(run) == 0
+    assert out.read_bytes() == written
+    assert capsys.readouterr().out.count("recorded already") == 3
+    assert lt.main(["--plot", "--out", str(out), "--images", str(tmp_path)]) == 0
+    assert (tmp_path / "linear_transformer.png").stat().st_size > 1000
+
+
+DRAW = lt.draw
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--steps 100", "must be a multiple of 250"),
+        ("--rates -1", "must be more than 0"),
+        ("--arms sgd", "invalid choice: 'sgd'"),
+        ("--arms constant --out no/such/file", "constant needs the record of magma first"),
+        ("--plot --out no/such/file", "no records in no/such/file"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options, message, capsys):
+    try:
+        status = lt.main(options.split())
+    except SystemExit as stop:
+        status = stop.code
+    error = capsys.readouterr().err
+    assert status == 2 and message in error and error.count("\n") == 1
