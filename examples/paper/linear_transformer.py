@@ -1,4 +1,4 @@
-"""Adam and Magma on a linear transformer with light and heavy tails (paper, 4.3 and figure 4).
+"""Adam and Magma on a linear transformer with light and heavy tails (paper, 4.3 and figure 3).
 
     python -m examples.paper.linear_transformer           # what a CPU core does in some minutes
     python -m examples.paper.linear_transformer --full    # the paper's 10,000 steps; wants a GPU

@@ -1,4 +1,4 @@
-"""AdamW and Magma on two quadratics with the same eigenvalues (paper, section 4.4 and figure 5).
+"""AdamW and Magma on two quadratics with the same eigenvalues (paper, section 4.4 and figure 4).
 
     python -m examples.paper.quadratics            # the whole grid on one CPU core
     python -m examples.paper.quadratics --plot     # figures, from the records alone
