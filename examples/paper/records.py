@@ -33,29 +33,36 @@ def commit() -> str | None:
     return head.strip() + ("+" if changed else "")
 
 
-def provenance() -> dict[str, Any]:
-    """Command, commit, date, device and versions of the running process."""
+def provenance(device: str | None = None) -> dict[str, Any]:
+    """Command, commit, date, device and versions of the running process.
+
+    Args:
+      device: the device's name, if another process computed; JAX then starts none here.
+    """
     module = sys.modules["__main__"].__spec__
     program = f"python -m {module.name}" if module else shlex.join(["python", sys.argv[0]])
     return {
         "command": " ".join([program, shlex.join(sys.argv[1:])]).strip(),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "device": jax.devices()[0].device_kind,
+        "device": device or jax.devices()[0].device_kind,
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
 
 
-def append(path: Path, settings: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+def append(
+    path: Path, settings: dict[str, Any], results: dict[str, Any], device: str | None = None
+) -> dict[str, Any]:
     """Adds one record to the JSON-lines file `path` and returns it.
 
     Args:
       path: the file, created with its folders if it is not there; never overwritten.
       settings: what identifies the run (experiment, arm, learning rate, seed, sizes).
       results: what was measured. Non-finite numbers are written as strings.
+      device: the device that another process computed on; else this process's own.
     """
-    record = {"settings": settings, "results": _finite(results), "provenance": provenance()}
+    record = {"settings": settings, "results": _finite(results), "provenance": provenance(device)}
     line = json.dumps(record, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:  # one write in append mode: lines of several writers don't mix

@@ -1,0 +1,134 @@
+"""The paper's Table 1: optimizers with and without Magma pre-train a Llama, each at its best rate.
+
+    python -m examples.paper.llama_c4
+
+trains the `nano` size on the text that comes with Python in two minutes on two CPU cores. On GPUs,
+one process each:
+
+    python -m examples.paper.llama_c4 --size 40m --data FOLDER \
+        --arms adam,adam+magma,adam+constant --time-limit 900
+
+The paper's own sizes are `60m`, `130m`, `350m` and `1b`, with its steps and batch of 512;
+`--data FOLDER --packing document` reads C4's shards as it does. Repeating a command goes on where
+it stopped; what is recorded is not run again. `python -m examples.paper.llama_report FILE` shows
+the tables and draws the curves.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from examples.paper import records
+from examples.paper.arms import ARMS, Arm
+from examples.paper.llama_report import table
+from examples.paper.llama_run import SIZES, STEPS, Task
+from examples.paper.runner import Sweep, execute, find_devices
+from examples.paper.sweep import Search
+
+CONTROLLED = "adam,adam+magma,adam+constant"
+
+
+def parser(description: str | None = __doc__) -> argparse.ArgumentParser:
+    """Returns the options that sweeps of the Llama share."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="nano", help="of the model")
+    add("--data", help="text, C4 shards or tokens; see examples/llama/data.py (default: Python's)")
+    add("--packing", choices=["concat", "document"], default="concat", help="rows of documents")
+    add("--steps", type=int, help="of training (default: by size)")
+    add("--batch-size", type=int, help="rows a step (default: by size)")
+    add("--micro-batches", type=int, default=1, help="parts of a batch, to save memory")
+    add("--seq-len", type=int, help="tokens a row (default: by size)")
+    add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
+    add("--seeds", type=int, default=3, help="runs at the best rate")
+    add(
+        "--reach", type=float, default=32.0, help="factor from an arm's centre that ends its search"
+    )
+    add("--centre", action="append", default=[], metavar="ARM=RATE", help="begin an arm elsewhere")
+    add("--fixed-rate", type=float, help="run every arm at this learning rate, without a search")
+    add("--out", type=Path, help="JSON lines (default: examples/paper/results/llama_SIZE.jsonl)")
+    add(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        help="seconds; no run starts that would end later",
+    )
+    return parser
+
+
+def sweep(args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str]) -> int:
+    """Runs what is missing of `names` and prints the table; returns the exit status.
+
+    Args:
+        args: Options of `parser`.
+        arms: All arms that there are.
+        names: Those to run, most urgent first.
+    """
+    deadline = time.monotonic() + args.time_limit
+    searches = make_searches(args, arms, names)
+    platform, devices = find_devices()
+    task = make_task(args, platform)
+    out = args.out or records.RESULTS / f"llama_{args.size}.jsonl"
+    print(f"{len(devices)} worker(s) on {platform}, records in {out}", flush=True)
+    state = Sweep(task, searches, out, deadline)
+    status = execute(state, devices)
+    print(table(state.records, names))
+    return status
+
+
+def make_task(args: argparse.Namespace, platform: str) -> Task:
+    """Fills in what the options leave to the size and the platform."""
+    recipe = STEPS[args.size]
+    return Task(
+        args.size,
+        steps=args.steps or recipe.steps,
+        batch_size=args.batch_size or recipe.batch_size,
+        seq_len=args.seq_len or recipe.seq_len,
+        dtype=args.dtype or ("float32" if platform == "cpu" else "bfloat16"),
+        data=args.data,
+        packing=args.packing,
+        micro_batches=args.micro_batches,
+    )
+
+
+def make_searches(
+    args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str]
+) -> list[Search]:
+    """Returns each arm's search.
+
+    Raises:
+        SystemExit: For an arm that doesn't exist.
+    """
+    centres = dict(pair.split("=") for pair in args.centre)
+    for name in [*names, *centres]:
+        if name not in arms:
+            sys.exit(f"error: no arm {name!r}; there are {', '.join(arms)}")
+    fixed = args.fixed_rate is not None
+    return [
+        Search(
+            name,
+            args.fixed_rate if fixed else float(centres.get(name, arms[name].centre)),
+            args.seeds,
+            args.reach,
+            fixed,
+        )
+        for name in names
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the sweep that the command line asks for; returns the exit status."""
+    options = parser()
+    options.add_argument("--arms", default=CONTROLLED, help="names, most urgent first, or all")
+    args = options.parse_args(argv)
+    names = list(ARMS) if args.arms == "all" else args.arms.split(",")
+    return sweep(args, ARMS, names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
