@@ -17,7 +17,7 @@ from examples.paper import records
 from examples.paper.llama_report import arm_names, by_task, draw
 from examples.paper.sweep import Record, select, summarise
 
-HEAD = "| arm | best rate | interior | validation loss | test loss | test accuracy, % | seeds | score |"
+HEAD = "| arm | best rate | interior | valid. loss | test loss | test accuracy, % | seeds | score |"
 RULE = "|---|---|---|---|---|---|---|---|"
 
 

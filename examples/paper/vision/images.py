@@ -53,14 +53,14 @@ def load(folder: Path | None) -> Images:
 
 
 def digits() -> Images:
-    """The 1797 handwritten digits of 8x8 pixels in scikit-learn: 1077, 360 and 360 of them."""
+    """The 1797 handwritten digits of 8x8 pixels in scikit-learn, 599 in each part."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
     images = found.images.astype(np.uint8)[..., None]  # 0 to 16
     everything = Labelled(images, found.target.astype(np.int32))
-    test, rest = split(everything, 360)
-    valid, train = split(rest, 360)
+    test, rest = split(everything, 599)
+    valid, train = split(rest, 599)
     return Images("digits", train, valid, test, augment=False)
 
 
