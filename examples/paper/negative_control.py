@@ -32,7 +32,7 @@ from examples.paper.arms import Arm, magma, plain, then
 from examples.paper.baselines.controls import constant, constant_times_mask
 from examples.paper.baselines.matrices import path_string
 from examples.paper.in_process import execute
-from examples.paper.negative_control_report import table
+from examples.paper.negative_control_report import by_rate, table
 from examples.paper.sweep import Search
 from examples.paper.vision import images
 from examples.paper.vision.resnet import MODELS
@@ -85,10 +85,16 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
     add("--arms", default=",".join(ARMS), help="names, most urgent first (default: all)")
     add("--seeds", type=int, default=5, help="runs at the best rate (%(default)s)")
+    add("--rates", type=numbers, default=[], help="also run all seeds at each of these, A,B,...")
     add("--reach", type=float, default=32.0, help="factor from the centre that ends a search")
     add("--out", type=Path, default=records.RESULTS / "negative_control.jsonl", help="JSON lines")
     add("--time-limit", type=float, default=math.inf, help="seconds after which no run starts")
     return parser
+
+
+def numbers(text: str) -> list[float]:
+    """Reads numbers between commas."""
+    return [float(part) for part in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,14 +118,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "mean_multiplier": MEAN_MULTIPLIER,
         **dataclasses.asdict(task),
     }
+    searches = [Search(name, ARMS[name].centre, args.seeds, args.reach) for name in names]
+    searches += [
+        Search(name, rate, args.seeds, fixed=True) for rate in args.rates for name in names
+    ]
     found = execute(
-        [Search(name, ARMS[name].centre, args.seeds, args.reach) for name in names],
+        searches,
         settings,
         args.out,
         lambda run: trainer.run(run.arm, ARMS[run.arm], run.learning_rate, run.seed),
         args.time_limit,
     )
     print(f"records: {args.out}\n\n{table(found, names)}")
+    print(f"\nmedian validation loss (seeds)\n\n{by_rate(found, names)}")
     return 0
 
 

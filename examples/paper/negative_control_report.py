@@ -4,6 +4,7 @@ python -m examples.paper.negative_control_report examples/paper/results/negative
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -14,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from examples.paper import records
-from examples.paper.llama_report import arm_names, by_task, draw
-from examples.paper.sweep import Record, select, summarise
+from examples.paper.llama_report import arm_names, by_task
+from examples.paper.sweep import Record, select, summarise, valid_loss
 
 HEAD = "| arm | best rate | interior | valid. loss | test loss | test accuracy, % | seeds | score |"
 RULE = "|---|---|---|---|---|---|---|---|"
@@ -59,10 +60,51 @@ def values(found: Sequence[Record], arm: str, name: str) -> list[float]:
     return [float(result) for result in results if result is not None]
 
 
+def by_rate(found: Sequence[Record], arms: Sequence[str] | None = None) -> str:
+    """Returns the median validation loss of every arm at every rate, and the number of seeds.
+
+    One seed chooses the rate that `table` shows; here one can see what more seeds say.
+    """
+    names = [name for name in arms or arm_names(found) if name in arm_names(found)]
+    losses = {name: grid(found, name) for name in names}
+    rates = sorted({rate for seen in losses.values() for rate in seen})
+    lines = ["| arm |" + "".join(f" {rate:g} |" for rate in rates), "|---" * (len(rates) + 1) + "|"]
+    for name, seen in losses.items():
+        cells = [
+            f"{statistics.median(seen[rate]):.4f} ({len(seen[rate])})" if rate in seen else ""
+            for rate in rates
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def grid(found: Sequence[Record], arm: str) -> dict[float, list[float]]:
+    """Validation losses of an arm's seeds, by rate."""
+    losses: dict[float, list[float]] = {}
+    for record in select(found, {"arm": arm}):
+        losses.setdefault(record["settings"]["learning_rate"], []).append(valid_loss(record))
+    return losses
+
+
 def spread(results: Sequence[float], digits: int) -> str:
     """Writes median and range."""
     low, middle, high = min(results), statistics.median(results), max(results)
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def draw_losses(axes: Axes, found: Sequence[Record], title: str) -> None:
+    """Draws the median validation loss over learning rate, one line an arm, seeds as points."""
+    markers = itertools.cycle("osv^D<>pX")
+    for name in arm_names(found):
+        points = sorted(grid(found, name).items())
+        middle = [(rate, statistics.median(losses)) for rate, losses in points]
+        [drawn] = axes.plot(*zip(*middle, strict=True), next(markers) + "-", label=name)
+        seeds = [(rate, loss) for rate, losses in points for loss in losses]
+        axes.plot(*zip(*seeds, strict=True), ".", color=drawn.get_color(), alpha=0.3)
+    axes.set(xscale="log", xlabel="peak learning rate", yscale="log")
+    axes.set_ylabel("validation loss, nats an image (line: median)")
+    axes.set_title(title, fontsize="x-small")
+    axes.legend(fontsize="small")
 
 
 def draw_accuracy(axes: Axes, found: Sequence[Record]) -> None:
@@ -90,9 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     panels = figure.subplots(len(groups), 2, squeeze=False)
     for (left, right), (task, found) in zip(panels, groups.items(), strict=True):
         title = ", ".join(f"{name} {value}" for name, value in json.loads(task).items())
-        print(f"{title}\n\n{table(found)}\n")
-        draw(left, found, title)
-        left.set(ylabel="validation loss (nats an image)", yscale="log")
+        print(f"{title}\n\n{table(found)}\n\nmedian validation loss (seeds)\n\n{by_rate(found)}\n")
+        draw_losses(left, found, title)
         draw_accuracy(right, found)
     path = args.figure or args.records.with_suffix(".png")
     figure.savefig(path, dpi=80)
