@@ -1,6 +1,7 @@
 """One run: a mixture of experts trained by one arm at one learning rate from one seed."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -11,10 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from flax import nnx
+from jax import Array
+from jax.typing import ArrayLike
 
 from examples.llama.data import Data, load
 from examples.nanomoe.config import PRESETS
-from examples.nanomoe.model import count_parameters
+from examples.nanomoe.model import NanoMoE, count_parameters
 from examples.nanomoe.train import make_functions
 from examples.paper.arms import Arm
 from examples.paper.llama_run import LAST, curve
@@ -69,7 +73,8 @@ class Trainer:
         preset = PRESETS[task.preset]
         vocab_size = max(preset.vocab_size, data.vocab_size)
         self.config = dataclasses.replace(preset, vocab_size=vocab_size, dtype=task.dtype)
-        self._steps: dict[str, tuple[Callable, Callable]] = {}  # by arm
+        self._steps: dict[str, Callable] = {}  # by arm
+        self._valid_step: Callable | None = None  # the same for all
 
     def data(self, seed: int) -> Data:
         """The text in the order of `seed`."""
@@ -98,6 +103,17 @@ class Trainer:
 
         return optax.inject_hyperparams(build)(peak=learning_rate, key=seed)
 
+    @functools.cached_property
+    def initial(self) -> Callable[[ArrayLike], optax.Params]:
+        """Returns the jitted function from a seed to parameters; one compilation for all seeds."""
+
+        @jax.jit
+        def initial(seed: Array) -> optax.Params:
+            model = NanoMoE(self.config, rngs=nnx.Rngs(jax.random.key(seed)))
+            return nnx.to_pure_dict(nnx.state(model))
+
+        return initial
+
     def run(self, name: str, arm: Arm, learning_rate: float, seed: int) -> dict[str, Any]:
         """Trains once.
 
@@ -112,9 +128,11 @@ class Trainer:
         """
         start = time.perf_counter()
         tx = self.optimizer(arm, learning_rate, seed)
-        init, *steps = make_functions(self.config, tx, seed, self.task.accumulate)
-        train_step, valid_step = self._steps.setdefault(name, tuple(steps))
-        params, opt_state = init()
+        _, train_step, valid_step = make_functions(self.config, tx, seed, self.task.accumulate)
+        train_step = self._steps.setdefault(name, train_step)
+        self._valid_step = self._valid_step or valid_step
+        params = self.initial(seed)
+        opt_state = jax.jit(tx.init)(params)
         total, active = count_parameters(params, self.config)
 
         losses: list[float] = []
@@ -132,7 +150,7 @@ class Trainer:
         seconds = time.perf_counter() - clock
 
         finite = all(map(math.isfinite, losses))
-        valid_loss = self.evaluate(valid_step, params) if finite else math.inf
+        valid_loss = self.evaluate(params) if finite else math.inf
         diverged = not math.isfinite(valid_loss)
         scores = summarize(opt_state)
         return {
@@ -153,8 +171,8 @@ class Trainer:
             ),
         }
 
-    def evaluate(self, valid_step: Callable, params: optax.Params) -> float:
+    def evaluate(self, params: optax.Params) -> float:
         """Mean loss over the tokens of the whole validation split."""
-        sums = [valid_step(params, batch) for batch in self.valid]
+        sums = [self._valid_step(params, batch) for batch in self.valid]
         nll, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
         return float(nll / count)
