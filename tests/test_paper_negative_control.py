@@ -417,4 +417,15 @@ def test_the_table_shows_medians_at_the_best_rate():
         "| a | 2 | yes | 0.2000 (0.1000 to 0.4000) | 0.4000 (0.2000 to 0.8000) "
         "| 80.00 (60.00 to 90.00) | 3 |  |"
     )
-    assert "| a | 0.3000 (1) | 0.2000 (3) | 0.2000 (1) |" in negative_control_report.by_rate(found)
+
+
+def test_more_seeds_choose_by_medians():
+    lucky = [record("a", 1.0, 0, 0.1), record("a", 1.0, 1, 0.5), record("a", 1.0, 2, 0.5)]
+    found = lucky + [record("a", 2.0, seed, 0.3) for seed in range(3)] + [record("a", 4.0, 0, 0.2)]
+    lines = negative_control_report.by_rate(found).splitlines()
+    assert lines[0] == "| arm | 1 | 2 | 4 | lowest at | test accuracy there, % |"
+    assert lines[2] == (
+        "| a | 0.5000 (3) | 0.3000 (3) | 0.2000 (1) | 2 **(edge)** | 70.00 (70.00 to 70.00) |"
+    )
+    found += [record("a", 4.0, seed, 0.4) for seed in (1, 2)]
+    assert "| 2 | 70.00" in negative_control_report.by_rate(found)

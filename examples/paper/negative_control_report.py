@@ -6,9 +6,10 @@ python -m examples.paper.negative_control_report examples/paper/results/negative
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 
 from examples.paper import records
 from examples.paper.llama_report import arm_names, by_task
-from examples.paper.sweep import Record, select, summarise, valid_loss
+from examples.paper.sweep import RATIO, Record, select, summarise, valid_loss
 
 HEAD = "| arm | best rate | interior | valid. loss | test loss | test accuracy, % | seeds | score |"
 RULE = "|---|---|---|---|---|---|---|---|"
@@ -38,44 +39,60 @@ def line(found: Sequence[Record], arm: str) -> str | None:
     row = summarise(found, arm)
     if row is None:
         return None
-    scores = values(found, arm, "alignment_over_training")
+    rate = row.best.learning_rate
+    scores = values(found, arm, "alignment_over_training", rate)
     cells = [
         arm,
-        f"{row.best.learning_rate:g}",
+        f"{rate:g}",
         "yes" if row.best.interior else "**no, edge**",
         spread(row.losses, 4),
-        spread(values(found, arm, "test_loss"), 4),
-        spread([100 * share for share in values(found, arm, "test_accuracy")], 2),
+        spread(values(found, arm, "test_loss", rate), 4),
+        spread([100 * share for share in values(found, arm, "test_accuracy", rate)], 2),
         str(len(row.losses)),
         f"{statistics.mean(scores):.3f}" if scores else "",
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def values(found: Sequence[Record], arm: str, name: str) -> list[float]:
-    """A result of every seed at the arm's best rate, where there is one."""
-    rate = summarise(found, arm).best.learning_rate
-    at_best = select(found, {"arm": arm, "learning_rate": rate})
-    results = [record["results"][name] for record in at_best]
+def values(found: Sequence[Record], arm: str, name: str, rate: float) -> list[float]:
+    """A result of every seed of an arm at a rate, where there is one."""
+    runs = select(found, {"arm": arm, "learning_rate": rate})
+    results = [record["results"][name] for record in runs]
     return [float(result) for result in results if result is not None]
 
 
 def by_rate(found: Sequence[Record], arms: Sequence[str] | None = None) -> str:
-    """Returns the median validation loss of every arm at every rate, and the number of seeds.
+    """Returns every arm's median validation loss (seeds) by rate, and what the medians choose.
 
     One seed chooses the rate that `table` shows; here one can see what more seeds say.
     """
     names = [name for name in arms or arm_names(found) if name in arm_names(found)]
-    losses = {name: grid(found, name) for name in names}
-    rates = sorted({rate for seen in losses.values() for rate in seen})
-    lines = ["| arm |" + "".join(f" {rate:g} |" for rate in rates), "|---" * (len(rates) + 1) + "|"]
-    for name, seen in losses.items():
+    rates = sorted({record["settings"]["learning_rate"] for record in found})
+    heads = ["arm", *(f"{rate:g}" for rate in rates), "lowest at", "test accuracy there, %"]
+    lines = [heads, ["---"] * len(heads)]
+    for name in names:
+        losses = grid(found, name)
         cells = [
-            f"{statistics.median(seen[rate]):.4f} ({len(seen[rate])})" if rate in seen else ""
+            f"{statistics.median(losses[rate]):.4f} ({len(losses[rate])})" if rate in losses else ""
             for rate in rates
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rate = settled(losses)
+        edge = "" if {rate / RATIO, rate * RATIO} <= complete(losses).keys() else " **(edge)**"
+        shares = [100 * share for share in values(found, name, "test_accuracy", rate)]
+        lines.append([name, *cells, f"{rate:g}{edge}", spread(shares, 2)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def complete(losses: Mapping[float, list[float]]) -> dict[float, float]:
+    """The median loss at each rate that was run from the most seeds."""
+    most = max(map(len, losses.values()))
+    return {rate: statistics.median(seen) for rate, seen in losses.items() if len(seen) == most}
+
+
+def settled(losses: Mapping[float, list[float]]) -> float:
+    """The rate with the lowest median loss of those that were run from the most seeds."""
+    medians = complete(losses)
+    return min(medians, key=medians.__getitem__)
 
 
 def grid(found: Sequence[Record], arm: str) -> dict[float, list[float]]:
@@ -92,31 +109,43 @@ def spread(results: Sequence[float], digits: int) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def draw_losses(axes: Axes, found: Sequence[Record], title: str) -> None:
-    """Draws the median validation loss over learning rate, one line an arm, seeds as points."""
+def draw_losses(axes: Axes, found: Sequence[Record]) -> None:
+    """Draws validation loss over learning rate: seeds as points, a line through the medians.
+
+    The line leaves out rates that were run from fewer seeds than others.
+    """
     markers = itertools.cycle("osv^D<>pX")
+    rates = sorted({record["settings"]["learning_rate"] for record in found})
     for name in arm_names(found):
-        points = sorted(grid(found, name).items())
-        middle = [(rate, statistics.median(losses)) for rate, losses in points]
-        [drawn] = axes.plot(*zip(*middle, strict=True), next(markers) + "-", label=name)
-        seeds = [(rate, loss) for rate, losses in points for loss in losses]
-        axes.plot(*zip(*seeds, strict=True), ".", color=drawn.get_color(), alpha=0.3)
+        points = grid(found, name)
+        middle = sorted((rate, x) for rate, x in complete(points).items() if math.isfinite(x))
+        seeds = [(rate, x) for rate, seen in points.items() for x in seen if math.isfinite(x)]
+        if middle:
+            [drawn] = axes.plot(*zip(*middle, strict=True), next(markers) + "-", label=name)
+            axes.plot(*zip(*seeds, strict=True), ".", color=drawn.get_color(), alpha=0.35)
     axes.set(xscale="log", xlabel="peak learning rate", yscale="log")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.set_ylabel("validation loss, nats an image (line: median)")
-    axes.set_title(title, fontsize="x-small")
+    axes.minorticks_off()
+    low, high = axes.get_ylim()
+    ticks = [tick for tick in (0.03, 0.05, 0.1, 0.2, 0.5, 1, 2) if low <= tick <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.legend(fontsize="small")
 
 
 def draw_accuracy(axes: Axes, found: Sequence[Record]) -> None:
-    """Draws each seed's test accuracy at the best rate, one line an arm, the median as a bar."""
+    """Draws test accuracies at the rate of the lowest median loss, and their median as a bar."""
     names = arm_names(found)
     for place, name in enumerate(names):
-        shares = [100 * share for share in values(found, name, "test_accuracy")]
+        rate = settled(grid(found, name))
+        shares = [100 * share for share in values(found, name, "test_accuracy", rate)]
         axes.plot(shares, [place] * len(shares), "o", alpha=0.6)
         axes.plot(statistics.median(shares), place, "k|", markersize=18)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set(xlabel="test accuracy at the best rate, % (a point a seed, bar: median)")
+    axes.set(
+        xlabel="test accuracy at the rate of the lowest median, % (points: seeds, bar: median)"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for (left, right), (task, found) in zip(panels, groups.items(), strict=True):
         title = ", ".join(f"{name} {value}" for name, value in json.loads(task).items())
         print(f"{title}\n\n{table(found)}\n\nmedian validation loss (seeds)\n\n{by_rate(found)}\n")
-        draw_losses(left, found, title)
+        draw_losses(left, found)
+        left.set_title(title, fontsize="small", loc="left")
         draw_accuracy(right, found)
     path = args.figure or args.records.with_suffix(".png")
     figure.savefig(path, dpi=80)
