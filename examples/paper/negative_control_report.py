@@ -143,9 +143,7 @@ def draw_accuracy(axes: Axes, found: Sequence[Record]) -> None:
         axes.plot(statistics.median(shares), place, "k|", markersize=18)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set(
-        xlabel="test accuracy at the rate of the lowest median, % (points: seeds, bar: median)"
-    )
+    axes.set(xlabel="test accuracy, %, at the rate of the lowest median loss")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
