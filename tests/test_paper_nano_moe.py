@@ -47,7 +47,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trainer(text):
-    trainer = Trainer(Task("tiny", 20, 2, 8, 2, 32, "float32", text))
+    trainer = Trainer(Task("tiny", 20, 2, 8, 1, 32, "float32", text))
     trainer.config = dataclasses.replace(trainer.config, width=16, num_layers=1, num_experts=4)
     return trainer
 
@@ -55,7 +55,11 @@ def trainer(text):
 @pytest.fixture(scope="module")
 def params():
     config = dataclasses.replace(PRESETS["tiny"], width=16, num_layers=1)
-    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(NanoMoE(config, rngs=nnx.Rngs(0)))))()
+    shapes = nnx.eval_shape(lambda: nnx.state(NanoMoE(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), nnx.to_pure_dict(shapes)
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -91,17 +95,12 @@ def named(tree):
     }
 
 
-@pytest.mark.parametrize(
-    ("arm", "name", "masking"), [("adam+magma", "adamw", "magma"), ("muon", "muon", "none")]
-)
-def test_arms_are_the_trainers_optimizers(params, arm, name, masking):
-    config = OptimizerConfig(name, 1e-2, 10, 2, weight_decay=0.1, clip=1.0, b2=0.95)
-    config = dataclasses.replace(config, masking=masking, mask_key=3)
+def test_the_arm_with_magma_is_the_trainers_optimizer(params):
+    config = OptimizerConfig("adamw", 1e-2, 10, 2, weight_decay=0.1, clip=1.0, b2=0.95)
+    config = dataclasses.replace(config, masking="magma", mask_key=3)
     expected, _ = updates(optimizers.assemble(config, "leaf", matrices), params)
-    found, _ = updates(ARMS[arm].build(optimizers.schedule(config), 3), params)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), found, expected
-    )
+    found, _ = updates(ARMS["adam+magma"].build(optimizers.schedule(config), 3), params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-9), found, expected)
 
 
 def test_the_control_shrinks_attention_and_experts_alone(params):
@@ -160,6 +159,8 @@ def run(tmp_path, text, *more):
 
 
 def test_the_command_records_once_and_reports(tmp_path, text, capsys, monkeypatch):
+    small = dataclasses.replace(PRESETS["tiny"], width=16, num_layers=1)
+    monkeypatch.setitem(PRESETS, "tiny", small)
     arms = ["--arms", "adam+magma/expert"]
     assert run(tmp_path, text, *arms) == 0
     out = capsys.readouterr().out

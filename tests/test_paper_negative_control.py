@@ -25,6 +25,14 @@ from examples.paper.vision.train import Task, Trainer, order
 TASK = Task("tiny", epochs=2, batch_size=64, warmup=0.05, dtype="float32")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Compiling is most of the time of these tests."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 # ---------------------------------------------------------------------------------------------
 # CIFAR-10's folders
 
