@@ -1,0 +1,137 @@
+"""The paper's Nano MoE: Adam, C-Adam and Muon, and what Magma adds with a coin a tensor or expert.
+
+    python -m examples.paper.nano_moe
+
+trains the `tiny` preset on the text that comes with Python, in minutes on one CPU core: it shows
+that all works, not which is best. On GPUs, one thread each:
+
+    python -m examples.paper.nano_moe --preset paper --data FOLDER --steps 2000 --time-limit 3000
+
+The paper's own length is 50,000 steps of 491,520 tokens, the default of that preset. Model, losses
+and step are those of `examples.nanomoe`. Repeating a command goes on where it stopped, and runs
+nothing that is recorded; `python -m examples.paper.llama_report FILE` draws the curves.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import optax
+from jax.typing import ArrayLike
+
+from examples.llama.data import DataError
+from examples.llama.optimizers import direction
+from examples.nanomoe.config import PRESETS, RECIPES
+from examples.nanomoe.train import expert_axis, matrices
+from examples.paper import records
+from examples.paper.arms import MEAN_MULTIPLIER, Arm, Base, Build, magma, plain, then
+from examples.paper.baselines.c_adam import scale_by_c_adam
+from examples.paper.baselines.controls import constant
+from examples.paper.in_process import execute
+from examples.paper.llama_report import table
+from examples.paper.nano_moe_run import Task, Trainer
+from examples.paper.sweep import Search
+
+B2 = 0.95
+WEIGHT_DECAY = 0.1  # decoupled, of matrices; part of the update that Magma masks
+CLIP = 1.0
+CENTRE = 1.2e-3  # twice nanoMoE's own rate, which is thereby among the first three
+
+
+def decayed(base: Base) -> Base:
+    """The direction, and weight decay."""
+    return lambda: optax.chain(base(), optax.add_decayed_weights(WEIGHT_DECAY, matrices))
+
+
+def clipped(build: Build) -> Build:
+    """Clips gradients first: Magma then sees those that the base sees."""
+
+    def build_clipped(learning_rate: ArrayLike | optax.Schedule, key: ArrayLike):
+        return optax.chain(optax.clip_by_global_norm(CLIP), build(learning_rate, key))
+
+    return build_clipped
+
+
+adam = decayed(lambda: direction("adam", B2))
+c_adam = decayed(lambda: scale_by_c_adam(b2=B2))
+muon = decayed(lambda: direction("muon", B2))
+
+ARMS = {
+    "adam": Arm(clipped(plain(adam)), CENTRE),
+    "adam+magma": Arm(clipped(magma(adam)), 2 * CENTRE),
+    "adam+magma/expert": Arm(clipped(magma(adam, blocks=expert_axis)), 2 * CENTRE),
+    "adam+constant": Arm(clipped(then(adam, lambda _: constant(MEAN_MULTIPLIER))), 2 * CENTRE),
+    "c_adam": Arm(clipped(plain(c_adam)), CENTRE),
+    "muon": Arm(clipped(plain(muon)), 2 * CENTRE),
+    "muon+magma": Arm(clipped(magma(muon)), 4 * CENTRE),
+    "muon+constant": Arm(clipped(then(muon, lambda _: constant(MEAN_MULTIPLIER))), 4 * CENTRE),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="tiny", help="size of the model (%(default)s)")
+    add("--data", help="what examples.llama.data.load reads (default: Python's own text)")
+    add("--steps", type=int, help="of training (default: by preset)")
+    add("--warmup", type=int, help="steps (default: by preset, scaled with --steps)")
+    add("--batch-size", type=int, help="rows a step (default: by preset)")
+    add("--accumulate", type=int, help="micro-batches a batch (default: by preset)")
+    add("--seq-len", type=int, help="tokens a row (default: by preset)")
+    add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
+    add("--arms", default=",".join(ARMS), help="names, most urgent first (default: all)")
+    add("--seeds", type=int, default=3, help="runs at the best rate (%(default)s)")
+    add("--reach", type=float, default=32.0, help="factor from the centre that ends a search")
+    add("--out", type=Path, default=records.RESULTS / "nano_moe.jsonl", help="JSON lines")
+    add("--time-limit", type=float, default=math.inf, help="seconds after which no run starts")
+    return parser
+
+
+def make_task(args: argparse.Namespace) -> Task:
+    """Fills in what the options leave to the preset and the platform."""
+    recipe = RECIPES[args.preset]
+    steps = args.steps or recipe.steps
+    return Task(
+        args.preset,
+        steps=steps,
+        warmup=args.warmup or max(1, recipe.warmup * steps // recipe.steps),
+        batch_size=args.batch_size or recipe.batch_size,
+        accumulate=args.accumulate or recipe.accumulate,
+        seq_len=args.seq_len or recipe.seq_len,
+        dtype=args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"),
+        data=args.data,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is missing and prints the table; returns the exit status."""
+    args = parser().parse_args(argv)
+    names = args.arms.split(",")
+    for name in names:
+        if name not in ARMS:
+            sys.exit(f"error: no arm {name!r}; there are {', '.join(ARMS)}")
+    task = make_task(args)
+    decay = {"weight_decay": WEIGHT_DECAY, "clip": CLIP, "b2": B2}
+    try:
+        trainer = Trainer(task)
+        found = execute(
+            [Search(name, ARMS[name].centre, args.seeds, args.reach) for name in names],
+            task.settings() | decay,
+            args.out,
+            lambda run: trainer.run(run.arm, ARMS[run.arm], run.learning_rate, run.seed),
+            args.time_limit,
+        )
+    except DataError as error:
+        sys.exit(f"error: {error}")
+    print(f"records: {args.out}\n\n{table(found, names)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

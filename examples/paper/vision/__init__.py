@@ -1,0 +1,1 @@
+"""Image classification for the paper's negative control: data, augmentation, ResNets, training."""
