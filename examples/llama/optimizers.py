@@ -12,8 +12,9 @@ from magma_optax import attention_and_mlp, skip_update, stacked, with_magma
 
 # Peak learning rates: for the base as it is, and under Magma. Magma scales the attention and MLP
 # updates by about 0.28 on average and wants about three times the rate. Adam's pair was measured:
-# nano preset, seed 0, validation loss after 600 steps at 0.5, 1, 2, 3 and 6e-3 was 1.771, 1.641,
-# 1.750, 1.806 and 2.050 for Adam, and at 2, 3 and 6e-3 1.595, 1.576 and 1.600 for Adam with Magma.
+# nano preset, seed 0, validation loss after 600 steps at 0.5, 1, 2, 3 and 6e-3 was 1.788, 1.663,
+# 1.650, 1.753 and 2.105 for Adam (1.771, 1.641, 1.750, 1.806 and 2.050 with other initial draws),
+# and at 2, 3 and 6e-3 1.634, 1.580 and 1.589 for Adam with Magma.
 # The other bases had one to three runs of 200 steps; under Magma they take three times their rate.
 LEARNING_RATES = {
     "adam": (1e-3, 3e-3),
