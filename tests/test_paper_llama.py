@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -434,11 +435,17 @@ def test_a_broken_arm_is_given_up_and_the_others_finish(tmp_path, pretender, mon
 
 
 def test_no_run_starts_that_would_end_after_the_deadline(tmp_path, pretender, monkeypatch, capfd):
-    monkeypatch.setattr(pretender, "pause", 0.4)
-    begin = time.monotonic()
-    status, _ = run_sweep(tmp_path, ["a", "b"], devices=1, deadline=begin + 1.1)
-    assert status == 0 and time.monotonic() - begin < 1.4
-    assert len(pretender.given) == 2  # the third would have ended at 1.2
+    clock = [0.0]
+    watch = types.SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
+
+    def run(self, task, run, answer=pretender.run):
+        clock[0] += 10.0
+        return answer(self, task, run)
+
+    monkeypatch.setattr(runner, "time", watch)
+    monkeypatch.setattr(pretender, "run", run)
+    status, _ = run_sweep(tmp_path, ["a", "b"], devices=1, deadline=29.0)
+    assert status == 0 and len(pretender.given) == 2  # the third would have ended at 30
     assert "time limit" in capfd.readouterr().out
 
 
@@ -516,3 +523,21 @@ def test_a_sweep_ends_and_repeated_does_nothing(text, tmp_path, monkeypatch, cap
 def test_an_unknown_arm_is_refused_by_name():
     with pytest.raises(SystemExit, match="no arm 'adamm'; there are adam, "):
         llama_c4.main(["--arms", "adamm"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--seeds 0", "--seeds: must be at least 1"),
+        ("--centre adam=x", "--centre: 'x' is not a number"),
+        ("--reach 0.5", "--reach: must be at least 1"),
+        ("--time-limit -1", "--time-limit: must be at least 0"),
+        ("--arms adm", "no arm 'adm'; there are adam, "),
+        ("--arms adam --centre adm=1", "no arm 'adm'; there are adam, "),
+    ],
+)
+def test_a_wrong_option_is_one_line(options, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        llama_c4.main(options.split())
+    error = capsys.readouterr().err + str(stop.value.code)
+    assert message in error and error.strip().count("\n") <= 1

@@ -69,6 +69,11 @@ def whole(low: int) -> Callable[[str], float]:
     return number(low, int, high=2**31 - 1)
 
 
+def seconds(text: str) -> float:
+    """Parses a time limit; ``inf`` is none."""
+    return math.inf if text == "inf" else number(0.0)(text)
+
+
 def probability(text: str) -> float | str:
     """Parses a survival probability, which may be ``alignment``."""
     return text if text == "alignment" else number(0.0, above=True)(text)

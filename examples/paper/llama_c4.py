@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from examples.llama.options import Parser, number, seconds, whole
 from examples.paper import records
 from examples.paper.arms import ARMS, Arm
 from examples.paper.llama_report import table
@@ -31,34 +32,37 @@ from examples.paper.sweep import Search
 CONTROLLED = "adam,adam+magma,adam+constant"
 
 
-def parser(description: str | None = __doc__) -> argparse.ArgumentParser:
+def parser(description: str | None = __doc__) -> Parser:
     """Returns the options that sweeps of the Llama share."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, count, positive = parser.add_argument, whole(1), number(0.0, above=True)
     add("--size", choices=SIZES, default="nano", help="of the model")
     add("--data", help="text, C4 shards or tokens; see examples/llama/data.py (default: Python's)")
     add("--packing", choices=["concat", "document"], default="concat", help="rows of documents")
-    add("--steps", type=int, help="of training (default: by size)")
-    add("--batch-size", type=int, help="rows a step (default: by size)")
-    add("--micro-batches", type=int, default=1, help="parts of a batch, to save memory")
-    add("--seq-len", type=int, help="tokens a row (default: by size)")
+    add("--steps", type=count, help="of training (default: by size)")
+    add("--batch-size", type=count, help="rows a step (default: by size)")
+    add("--micro-batches", type=count, default=1, help="parts of a batch, to save memory")
+    add("--seq-len", type=count, help="tokens a row (default: by size)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
-    add("--seeds", type=int, default=3, help="runs at the best rate")
+    add("--seeds", type=count, default=3, help="runs at the best rate")
+    add("--reach", type=number(1.0), default=32.0, help="factor from its centre that ends a search")
     add(
-        "--reach", type=float, default=32.0, help="factor from an arm's centre that ends its search"
+        "--centre", type=centre, action="append", default=[], metavar="ARM=RATE", help="begin there"
     )
-    add("--centre", action="append", default=[], metavar="ARM=RATE", help="begin an arm elsewhere")
-    add("--fixed-rate", type=float, help="run every arm at this learning rate, without a search")
+    add("--fixed-rate", type=positive, help="run every arm at this learning rate, without a search")
     add("--out", type=Path, help="JSON lines (default: examples/paper/results/llama_SIZE.jsonl)")
-    add(
-        "--time-limit",
-        type=float,
-        default=math.inf,
-        help="seconds; no run starts that would end later",
-    )
+    add("--time-limit", type=seconds, default=math.inf, help="seconds; no run ends later")
     return parser
+
+
+def centre(text: str) -> tuple[str, float]:
+    """Parses an arm and the learning rate at which its search begins."""
+    name, _, rate = text.partition("=")
+    return name, number(0.0, above=True)(rate)
 
 
 def sweep(args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str]) -> int:
@@ -104,7 +108,7 @@ def make_searches(
     Raises:
         SystemExit: For an arm that doesn't exist.
     """
-    centres = dict(pair.split("=") for pair in args.centre)
+    centres = dict(args.centre)
     for name in [*names, *centres]:
         if name not in arms:
             sys.exit(f"error: no arm {name!r}; there are {', '.join(arms)}")
@@ -112,7 +116,7 @@ def make_searches(
     return [
         Search(
             name,
-            args.fixed_rate if fixed else float(centres.get(name, arms[name].centre)),
+            args.fixed_rate if fixed else centres.get(name, arms[name].centre),
             args.seeds,
             args.reach,
             fixed,

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def draw(axes: Axes, found: Sequence[Record], title: str) -> None:
         ]
         axes.plot(*zip(*others, strict=True), ".", color=drawn.get_color()) if others else None
     axes.set(xscale="log", xlabel="peak learning rate", ylabel="validation loss (nats a token)")
-    axes.set_title(title, fontsize="small")
+    axes.set_title(textwrap.fill(title, 95), fontsize="small")
     axes.legend(fontsize="small")
 
 

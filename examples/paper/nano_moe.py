@@ -24,6 +24,7 @@ from jax.typing import ArrayLike
 
 from examples.llama.data import DataError
 from examples.llama.optimizers import direction
+from examples.llama.options import Parser, number, seconds, whole
 from examples.nanomoe.config import PRESETS, RECIPES
 from examples.nanomoe.train import expert_axis, matrices
 from examples.paper import records
@@ -71,25 +72,27 @@ ARMS = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, count = parser.add_argument, whole(1)
     add("--preset", choices=PRESETS, default="tiny", help="size of the model (%(default)s)")
     add("--data", help="what examples.llama.data.load reads (default: Python's own text)")
-    add("--steps", type=int, help="of training (default: by preset)")
-    add("--warmup", type=int, help="steps (default: by preset, scaled with --steps)")
-    add("--batch-size", type=int, help="rows a step (default: by preset)")
-    add("--accumulate", type=int, help="micro-batches a batch (default: by preset)")
-    add("--seq-len", type=int, help="tokens a row (default: by preset)")
+    add("--steps", type=count, help="of training (default: by preset)")
+    add("--warmup", type=whole(0), help="steps (default: by preset, scaled with --steps)")
+    add("--batch-size", type=count, help="rows a step (default: by preset)")
+    add("--accumulate", type=count, help="micro-batches a batch (default: by preset)")
+    add("--seq-len", type=count, help="tokens a row (default: by preset)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
     add("--arms", default=",".join(ARMS), help="names, most urgent first (default: all)")
-    add("--seeds", type=int, default=3, help="runs at the best rate (%(default)s)")
-    add("--reach", type=float, default=32.0, help="factor from the centre that ends a search")
+    add("--seeds", type=count, default=3, help="runs at the best rate (%(default)s)")
+    add("--reach", type=number(1.0), default=32.0, help="factor from the centre that ends a search")
     add("--out", type=Path, default=records.RESULTS / "nano_moe.jsonl", help="JSON lines")
-    add("--time-limit", type=float, default=math.inf, help="seconds after which no run starts")
+    add("--time-limit", type=seconds, default=math.inf, help="seconds after which no run starts")
     return parser
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import optax
 
+from examples.llama.options import Parser, number, seconds, whole
 from examples.paper import records
 from examples.paper.arms import Arm, magma, plain, then
 from examples.paper.baselines.controls import constant, constant_times_mask
@@ -71,23 +72,25 @@ ARMS = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, count = parser.add_argument, whole(1)
     add("--data", type=Path, help="CIFAR-10's folder, for Python or binary (default: digits)")
     add("--model", choices=MODELS, default="small", help="(%(default)s)")
-    add("--epochs", type=int, default=30, help="(%(default)s)")
-    add("--batch-size", type=int, help="images a step (digits: 32, CIFAR-10: 128)")
+    add("--epochs", type=count, default=30, help="(%(default)s)")
+    add("--batch-size", type=count, help="images a step (digits: 32, CIFAR-10: 128)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
     add("--arms", default=",".join(ARMS), help="names, most urgent first (default: all)")
-    add("--seeds", type=int, default=5, help="runs at the best rate (%(default)s)")
+    add("--seeds", type=count, default=5, help="runs at the best rate (%(default)s)")
     add("--rates", type=numbers, default=[], help="also run all seeds at each of these, A,B,...")
-    add("--reach", type=float, default=32.0, help="factor from the centre that ends a search")
+    add("--reach", type=number(1.0), default=32.0, help="factor from the centre that ends a search")
     add("--out", type=Path, default=records.RESULTS / "negative_control.jsonl", help="JSON lines")
-    add("--time-limit", type=float, default=math.inf, help="seconds after which no run starts")
+    add("--time-limit", type=seconds, default=math.inf, help="seconds after which no run starts")
     return parser
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from examples.llama.data_error import DataError
 from examples.paper.ablations import ABLATIONS
 from examples.paper.arms import ARMS
 from examples.paper.llama_run import Task, Trainer
@@ -31,6 +32,8 @@ def main() -> None:
         task = Task(**request["task"])
         try:
             reply = answer(trainers.setdefault(task, Trainer(task)), request["run"])
+        except DataError as error:
+            reply = {"error": str(error)}
         except Exception:  # told to the process that asked; other arms may well work
             reply = {"error": traceback.format_exc()}
         replies.write(json.dumps(reply) + "\n")
