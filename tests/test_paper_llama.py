@@ -410,7 +410,7 @@ def run_sweep(tmp_path, arms, devices=2, deadline=math.inf):
 
 
 def test_a_sweep_over_two_devices_runs_everything_once(tmp_path, pretender, monkeypatch):
-    monkeypatch.setattr(pretender, "pause", 0.02)
+    monkeypatch.setattr(pretender, "pause", 0.05)
     status, state = run_sweep(tmp_path, ["a", "b", "c"])
     runs = [run for _, run in pretender.given]
     assert status == 0 and len(runs) == len(set(runs)) == 3 * (4 + 2)
