@@ -41,7 +41,8 @@ def test_masks_scales_and_leaves_the_base_alone(form, base_name, base):
 def test_p_one_without_damping_is_the_base(form, base_name, base):
     kwargs = {} if form.name == "skip_update" else {"damping": False}
     updates, _ = scan_steps(form.wrap(base, survival_prob=1.0, **kwargs), PARAMS, STEPS)
-    chex.assert_trees_all_close(updates, bare_steps(base_name, STEPS)[0], rtol=2e-5, atol=1e-8)
+    # Not bit for bit: XLA fuses the base otherwise, and Muon's iterations amplify the rounding.
+    chex.assert_trees_all_close(updates, bare_steps(base_name, STEPS)[0], rtol=2e-5, atol=1e-7)
 
 
 def test_map_params_finds_every_copy_of_the_parameters(form, base):
