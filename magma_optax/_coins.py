@@ -86,7 +86,7 @@ def _pick(vector: jax.Array, start: int, size: int) -> jax.Array:
     """``vector[start : start + size]``, written so that ``start`` is data and not code.
 
     XLA fuses a slice into the kernel that applies the coin, and compiles that kernel anew for each
-    leaf, as each has another ``start`` in it: 14 times the compile time of Adam, against 2.3 times.
+    leaf, as each has another ``start`` in it: 17 times Adam's compile time at 400 leaves, now 1.6.
     An array of indices is an argument of the kernel, so all leaves of one shape share it. The 0 at
     its end keeps it an array: one of a single number would become a constant in the code again.
     """

@@ -10,6 +10,7 @@ several rounds counts. Prints Markdown tables and appends each row to `--out` as
 import argparse
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,14 +26,15 @@ from examples.benchmark.timing import Arm, compile_step, in_turns
 from examples.llama import sharding
 from examples.llama.config import PRESETS
 from examples.llama.optimizers import direction
+from examples.llama.options import Parser, whole
 from examples.llama.train import abstract_model, make_functions
+from examples.paper.baselines.matrices import select
 from examples.paper.records import append
 from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
 
 PARTS = ("step", "train", "compile", "state", "peers")
 TREES = ("matrices", *PRESETS)
 BASES = ("adam", "adamw", "rmsprop", "muon")
-FORMS = ("skip_update", "with_magma", "magma(grad=)")
 LEAVES = (100, 400, 2000)  # of the trees for compile times
 OUT = Path(__file__).parent / "results.jsonl"
 
@@ -76,12 +78,11 @@ def forms(name: str, **masking: Any) -> dict[str, Tx]:
     }
 
 
-def update_and_apply(tx: Tx, grads_too: bool = True) -> Callable[..., Any]:
+def update_and_apply(tx: Tx) -> Callable[..., Any]:
     """Returns one step: ``params, opt_state, grads -> params, opt_state``."""
 
     def step(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-        extra = {"grad": grads} if grads_too else {}
-        updates, opt_state = tx.update(grads, opt_state, params, **extra)
+        updates, opt_state = tx.update(grads, opt_state, params, grad=grads)
         return optax.apply_updates(params, updates), opt_state
 
     return step
@@ -100,7 +101,12 @@ def optimizer_arm(tx: Tx, shapes: Any, grads: Any) -> tuple[Arm, float]:
     """Returns update and apply of `tx`, and the seconds that XLA took to compile them."""
     state = jax.eval_shape(tx.init, shapes)
     compiled = compile_step(update_and_apply(tx), shapes, state, grads, donate=2)
-    make = jax.jit(lambda: (filled(shapes, 0.1), tx.init(filled(shapes, 0.1))))
+
+    @jax.jit
+    def make() -> tuple[Any, Any]:
+        params = filled(shapes, 0.1)
+        return params, tx.init(params)
+
     return Arm(make, lambda state: compiled.call(*state, grads)), compiled.compile_s
 
 
@@ -110,37 +116,40 @@ def optimizer_arm(tx: Tx, shapes: Any, grads: Any) -> tuple[Arm, float]:
 
 def step_rows(args: argparse.Namespace) -> Iterator[Row]:
     """Update and apply: milliseconds and compile seconds of every form."""
-    for name in args.trees:
-        for layout in args.layouts if name != "matrices" else ["separate"]:
-            shapes = tree(name, layout == "stacked")
-            grads = filled(shapes, 0.0)
-            blocks = stacked(0) if layout == "stacked" else "leaf"
-            for base_name in args.bases:
-                for where in args.where:
-                    masking = {"blocks": blocks}
-                    if where != "all":
-                        masking["where"] = attention_and_mlp
-                    elif layout == "stacked":
-                        masking["where"] = lambda path, leaf: leaf.ndim > 1
-                        masking["blocks"] = layers_of_three
-                    built = {
-                        form: optimizer_arm(tx, shapes, grads)
-                        for form, tx in forms(base_name, **masking).items()
-                    }
-                    arms = {form: arm for form, (arm, _) in built.items()}
-                    times = in_turns(arms, args.rounds, args.steps)
-                    for form, (_, seconds) in built.items():
-                        yield {
-                            "tree": name,
-                            "leaves": f"{len(jax.tree.leaves(shapes))} {layout}",
-                            "base": base_name,
-                            "masked": where,
-                            "form": form,
-                            "ms": times[form],
-                            "ratio": times[form] / times["bare"],
-                            "compile_s": seconds,
-                            "compile_ratio": seconds / built["bare"][1],
-                        }
+    pairs = itertools.product(args.trees, args.layouts)
+    for name, layout in dict.fromkeys(
+        (name, "separate" if name == "matrices" else layout) for name, layout in pairs
+    ):
+        shapes = tree(name, layout == "stacked")
+        grads = filled(shapes, 0.0)
+        for base_name, where in itertools.product(args.bases, args.where):
+            built = {
+                form: optimizer_arm(tx, shapes, grads)
+                for form, tx in forms(base_name, **masking(layout, where)).items()
+            }
+            arms = {form: arm for form, (arm, _) in built.items()}
+            times = in_turns(arms, args.rounds, args.steps)
+            for form, (_, seconds) in built.items():
+                yield {
+                    "tree": name,
+                    "leaves": f"{len(jax.tree.leaves(shapes))} {layout}",
+                    "base": base_name,
+                    "masked": where,
+                    "form": form,
+                    "ms": times[form],
+                    "ratio": times[form] / times["bare"],
+                    "compile_s": seconds,
+                    "compile_ratio": seconds / built["bare"][1],
+                }
+
+
+def masking(layout: str, where: str) -> dict[str, Any]:
+    """Returns `where` and `blocks`: each layer of a stacked matrix is a block of its own."""
+    if where == "attention+mlp":
+        return {"where": attention_and_mlp, "blocks": stacked(0) if layout == "stacked" else "leaf"}
+    if layout == "stacked":
+        return {"where": lambda path, leaf: leaf.ndim > 1, "blocks": layers_of_three}
+    return {}
 
 
 def layers_of_three(path: str, leaf: jax.ShapeDtypeStruct) -> int | tuple[()]:
@@ -167,7 +176,6 @@ def train_rows(args: argparse.Namespace) -> Iterator[Row]:
                 continue
             layout = sharding.make_layout(mesh, config, tx, shapes)
             init, train_step, _ = make_functions(config, tx, 0, layout)
-
             arms[form] = Arm(init, functools.partial(train, train_step, batch))
             arms[f"{form}, optimizer alone"] = optimizer_arm(tx, shapes, grads)[0]
         times = in_turns(arms, args.rounds, args.steps)
@@ -219,27 +227,21 @@ def state_rows(args: argparse.Namespace) -> Iterator[Row]:
 
     for name in args.trees:
         shapes = tree(name)
+        chosen = select(shapes, attention_and_mlp)
+        masked = size(jax.tree.map(lambda yes, x: x if yes else None, chosen, shapes))
         for base_name in args.bases:
-            for form, tx in forms(base_name, where=attention_and_mlp).items():
-                added = size(jax.eval_shape(tx.init, shapes)) - size(
-                    jax.eval_shape(base(base_name).init, shapes)
-                )
-                masked = jax.tree.map_with_path(
-                    lambda path, x: (
-                        x
-                        if attention_and_mlp(
-                            jax.tree_util.keystr(path, simple=True, separator="/"), x
-                        )
-                        else None
-                    ),
-                    shapes,
-                )
+            states = {
+                form: size(jax.eval_shape(tx.init, shapes))
+                for form, tx in forms(base_name, where=attention_and_mlp).items()
+            }
+            for form, total in states.items():
+                added = total - states["bare"]
                 yield {
                     "tree": name,
                     "base": base_name,
                     "form": form,
                     "added_bytes": added,
-                    "ratio": added / size(masked),  # of the bytes of the masked parameters
+                    "ratio": added / masked,  # of the bytes of the masked parameters
                 }
 
 
@@ -282,23 +284,25 @@ def markdown(row: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Returns the parser of the command line."""
     gpu = jax.default_backend() != "cpu"
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.benchmark.optimizer", description=__doc__.split("\n\n")[0]
+    parser = Parser(
+        prog="python -m examples.benchmark.optimizer",
+        description=__doc__.split("\n\n")[0],
+        allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, count = parser.add_argument, whole(1)
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
     add("--trees", nargs="+", choices=TREES, default=["1b"] if gpu else ["matrices"])
     add("--bases", nargs="+", choices=BASES, default=BASES, help="(all)")
     add("--layouts", nargs="+", choices=["separate", "stacked"], default=["separate"])
     add("--where", nargs="+", choices=["attention+mlp", "all"], default=["attention+mlp"])
     add("--train-trees", nargs="+", choices=list(PRESETS), default=["130m" if gpu else "nano"])
-    add("--batch", nargs=2, type=int, default=[64, 256], metavar=("ROWS", "LENGTH"))
-    add("--leaves", nargs="+", type=int, default=LEAVES, help="of the trees for compile times")
-    add("--rounds", type=int, default=5, help="turns of each arm (%(default)s)")
-    add("--steps", type=int, default=10, help="steps a turn (%(default)s)")
+    add("--batch", nargs=2, type=count, default=[64, 256], metavar=("ROWS", "LENGTH"))
+    add("--leaves", nargs="+", type=count, default=LEAVES, help="of the trees for compile times")
+    add("--rounds", type=count, default=5, help="turns of each arm (%(default)s)")
+    add("--steps", type=count, default=10, help="steps a turn (%(default)s)")
     add("--out", type=Path, default=OUT, help="JSON lines (beside this file)")
     return parser
 

@@ -156,18 +156,8 @@ class Trainer:
         seconds = time.perf_counter() - clock
         finite = all(map(math.isfinite, losses))
         valid_loss = float(self.evaluate(params, self.valid)) if finite else math.inf
-        diverged = not math.isfinite(valid_loss)
-        valid_loss = math.inf if diverged else valid_loss
-        last = float(np.mean(losses[-min(LAST, -(-steps // 10)) :]))
-        scores = {key: float(x) for key, x in summarize(opt_state).items() if "mean" in key}
         return {
-            "valid_loss": valid_loss,
-            "perplexity": math.inf if valid_loss > 700 else math.exp(valid_loss),
-            "train_loss_last": last if math.isfinite(last) else math.inf,
-            "diverged": diverged,
-            "steps": len(losses),
-            "curve": curve(losses),
-            "alignment": None if diverged else scores.get("alignment_mean"),
+            **outcome(losses, valid_loss, steps, opt_state),
             "parameters": sum(x.size for x in jax.tree.leaves(params)),
             "seconds": round(time.perf_counter() - start, 1),
             "tokens_per_second": round(
@@ -271,6 +261,32 @@ def chunks(data: Data, steps: int) -> Iterator[Batch]:
 def stack(batches: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Joins batches (B, T) on a new leading axis."""
     return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def outcome(
+    losses: list[float], valid_loss: float, steps: int, opt_state: optax.OptState
+) -> dict[str, Any]:
+    """Returns how a run ended: losses, whether it diverged, and the mean score.
+
+    Args:
+        losses: Of every step that was done.
+        valid_loss: At the end; not finite for a run that diverged.
+        steps: That were to be done.
+        opt_state: Holds the scores, if there are any.
+    """
+    diverged = not math.isfinite(valid_loss)
+    valid_loss = math.inf if diverged else valid_loss
+    last = float(np.mean(losses[-min(LAST, -(-steps // 10)) :]))
+    scores = summarize(opt_state)
+    return {
+        "valid_loss": valid_loss,
+        "perplexity": math.inf if valid_loss > 700 else math.exp(valid_loss),
+        "train_loss_last": last if math.isfinite(last) else math.inf,
+        "diverged": diverged,
+        "steps": len(losses),
+        "curve": curve(losses),
+        "alignment": float(scores["alignment_mean"]) if scores and not diverged else None,
+    }
 
 
 def curve(losses: list[float]) -> list[list[float]]:

@@ -21,8 +21,7 @@ from examples.nanomoe.config import PRESETS
 from examples.nanomoe.model import NanoMoE, count_parameters
 from examples.nanomoe.train import make_functions
 from examples.paper.arms import Arm
-from examples.paper.llama_run import LAST, curve
-from magma_optax import summarize
+from examples.paper.llama_run import outcome
 
 FETCHED = 50  # steps whose losses are fetched together
 
@@ -151,16 +150,8 @@ class Trainer:
 
         finite = all(map(math.isfinite, losses))
         valid_loss = self.evaluate(params) if finite else math.inf
-        diverged = not math.isfinite(valid_loss)
-        scores = summarize(opt_state)
         return {
-            "valid_loss": math.inf if diverged else valid_loss,
-            "perplexity": math.inf if diverged or valid_loss > 700 else math.exp(valid_loss),
-            "train_loss_last": float(np.mean(losses[-min(LAST, -(-self.task.steps // 10)) :])),
-            "diverged": diverged,
-            "steps": len(losses),
-            "curve": curve(losses),
-            "alignment": float(scores["alignment_mean"]) if scores and not diverged else None,
+            **outcome(losses, valid_loss, self.task.steps, opt_state),
             "dropped": float(np.mean([now["routing"].dropped for now in seen])),
             "busiest": float(np.max(np.mean([now["routing"].load for now in seen], axis=0))),
             "parameters": total,

@@ -26,11 +26,11 @@ from typing import Any
 import jax
 import optax
 
+from examples.llama.optimizers import path_string
 from examples.llama.options import Parser, number, seconds, whole
 from examples.paper import records
 from examples.paper.arms import Arm, magma, plain, then
 from examples.paper.baselines.controls import constant, constant_times_mask
-from examples.paper.baselines.matrices import path_string
 from examples.paper.in_process import execute
 from examples.paper.negative_control_report import by_rate, table
 from examples.paper.sweep import Search

@@ -7,14 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from examples.llama.optimizers import path_string
 from magma_optax import attention_and_mlp
 
 Where = Callable[[str, Any], bool]
-
-
-def path_string(path: tuple[Any, ...]) -> str:
-    """Writes a tree path as ``layers/0/mlp/up_proj/kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def select(tree: Any, where: Where) -> Any:
