@@ -159,10 +159,10 @@ def layers_of_three(path: str, leaf: jax.ShapeDtypeStruct) -> int | tuple[()]:
 
 def train_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The whole training step of the Llama, and the optimizer's part of it."""
-    for name in args.train_trees:
+    for name, layers in itertools.product(args.train_trees, args.layouts):
         flash = jax.default_backend() == "gpu"
         kind = {"dtype": "bfloat16", "attention": "cudnn"} if flash else {}
-        config = dataclasses.replace(PRESETS[name], **kind)
+        config = dataclasses.replace(PRESETS[name], scan_layers=layers == "stacked", **kind)
         mesh = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1})
         rows, length = args.batch
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, rows, length + 1))
@@ -171,7 +171,7 @@ def train_rows(args: argparse.Namespace) -> Iterator[Row]:
         _, shapes = abstract_model(config, 0)
         grads = filled(shapes, 0.0)
         arms = {}
-        for form, tx in forms("adam", where=attention_and_mlp).items():
+        for form, tx in forms("adam", **masking(layers, "attention+mlp")).items():
             if form == "magma(grad=)":  # the trainer hands on no grad
                 continue
             layout = sharding.make_layout(mesh, config, tx, shapes)
@@ -184,6 +184,7 @@ def train_rows(args: argparse.Namespace) -> Iterator[Row]:
                 alone = times[f"{form}, optimizer alone"]
                 yield {
                     "tree": name,
+                    "layers": layers,
                     "batch": f"{rows} x {length}",
                     "form": form,
                     "ms": times[form],
