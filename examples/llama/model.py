@@ -146,10 +146,11 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         """Draws all parameters from `rngs`."""
         self.config = config
+        # In float32: the gradient of a frequent token sums thousands of positions, which bfloat16
+        # would round at every one, in atomic operations that a GPU has for float32 alone.
         self.embed_tokens = nnx.Embed(
             config.vocab_size,
             config.hidden_size,
-            dtype=config.dtype,
             embedding_init=nnx.initializers.normal(config.initializer_range),
             rngs=rngs,
         )
@@ -174,7 +175,7 @@ class Llama(nnx.Module):
 
         if self.config.remat:
             apply = nnx.remat(apply)
-        x = embed(self.embed_tokens, tokens)  # (B, T, D)
+        x = embed(self.embed_tokens, tokens).astype(self.config.dtype)  # (B, T, D)
         if self.config.scan_layers:
             x = nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
         else:
@@ -195,6 +196,8 @@ def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
     """
     counted = targets >= 0
     logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[..., None], axis=-1)
-    nll = jax.nn.logsumexp(logits, axis=-1) - chosen[..., 0]  # (B, T)
+    # A sum with one term: the derivative of a lookup would scatter into an array like the logits.
+    chosen = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)  # (B, T, V)
+    chosen = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)  # (B, T)
+    nll = jax.nn.logsumexp(logits, axis=-1) - chosen
     return jnp.sum(jnp.where(counted, nll, 0.0)), jnp.sum(counted, dtype=jnp.float32)

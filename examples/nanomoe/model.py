@@ -224,15 +224,16 @@ class NanoMoE(nnx.Module):
         Returns:
             Logits, `config.dtype` (B, T, V), and what the routers did, (layers with experts, ...).
         """
-        wte = self.wte[...].astype(self.config.dtype)
-        positions = self.wpe[: tokens.shape[1]].astype(self.config.dtype)  # (T, D)
-        x = wte[tokens] + positions[None]  # (B, T, D)
+        # Looked up in float32: in bfloat16 the gradient of a frequent token would round at each of
+        # its thousands of positions.
+        x = self.wte[tokens] + self.wpe[: tokens.shape[1]][None]  # (B, T, D)
+        x = x.astype(self.config.dtype)
         routings = []
         for block in self.h:
             x, routing = block(x, train)
             if routing is not None:
                 routings.append(routing)
-        logits = self.ln_f(x) @ wte.T  # (B, T, V)
+        logits = self.ln_f(x) @ self.wte[...].astype(x.dtype).T  # (B, T, V)
         return logits, jax.tree.map(lambda *layers: jnp.stack(layers), *routings)
 
 
