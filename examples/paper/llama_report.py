@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -63,20 +64,23 @@ def arm_names(found: Sequence[Record]) -> list[str]:
 
 def draw(axes: Axes, found: Sequence[Record], title: str) -> None:
     """Draws validation loss over learning rate, one line an arm, other seeds as points."""
-    markers = itertools.cycle("osv^D<>pX")
+    markers, colors = itertools.cycle("osv^D<>pX"), itertools.cycle(colormaps["tab20"].colors)
     for name in arm_names(found):
         grid = {rate: loss for rate, loss in losses(found, name).items() if math.isfinite(loss)}
         rates = sorted(grid)
-        [drawn] = axes.plot(rates, [grid[rate] for rate in rates], next(markers) + "-", label=name)
+        color = next(colors)
+        axes.plot(
+            rates, [grid[rate] for rate in rates], next(markers) + "-", color=color, label=name
+        )
         others = [
             (record["settings"]["learning_rate"], float(record["results"]["valid_loss"]))
             for record in found
             if record["settings"]["arm"] == name and record["settings"]["seed"] != 0
         ]
-        axes.plot(*zip(*others, strict=True), ".", color=drawn.get_color()) if others else None
+        axes.plot(*zip(*others, strict=True), ".", color=color) if others else None
     axes.set(xscale="log", xlabel="peak learning rate", ylabel="validation loss (nats a token)")
     axes.set_title(textwrap.fill(title, 95), fontsize="small")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def by_task(found: Sequence[Record]) -> dict[str, list[Record]]:
@@ -97,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = by_task(records.read(args.records))
     if not groups:
         sys.exit(f"error: {args.records} has no records")
-    figure = Figure(figsize=(7, 5 * len(groups)), layout="constrained")
+    figure = Figure(figsize=(8.5, 5 * len(groups)), layout="constrained")
     panels = figure.subplots(len(groups), squeeze=False)[:, 0]
     for axes, (task, found) in zip(panels, groups.items(), strict=True):
         title = ", ".join(f"{name} {value}" for name, value in json.loads(task).items())
