@@ -1,6 +1,7 @@
 """The Llama of the example: sizes, names, and its function against a NumPy reference."""
 
 import dataclasses
+import re
 
 import chex
 import jax
@@ -176,6 +177,19 @@ def test_bfloat16_computes_narrow_and_keeps_wide_parameters():
     assert narrow.dtype == jnp.bfloat16
     wide = logits(make(CONFIG)[0], params)
     np.testing.assert_allclose(narrow.astype(jnp.float32), wide, atol=0.02 * np.abs(wide).max())
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_the_only_scatter_is_the_embeddings_gradient_in_float32(scan_layers):
+    """In bfloat16 a sum over many positions stalls; of the logits' size a scatter costs memory."""
+    graphdef, params = make(dataclasses.replace(CONFIG, dtype="bfloat16", scan_layers=scan_layers))
+
+    def loss(params):
+        return cross_entropy(nnx.merge(graphdef, params)(TOKENS), TOKENS)[0]
+
+    text = jax.jit(jax.grad(loss)).lower(params).as_text()
+    scatters = re.findall(r'"stablehlo\.scatter".*?^ *\}\) : \(tensor<(\w+)>', text, re.M | re.S)
+    assert scatters == [f"{CONFIG.vocab_size}x{CONFIG.hidden_size}xf32"]
 
 
 def test_cross_entropy_leaves_out_marked_targets():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import random
 import shlex
 
@@ -335,6 +336,18 @@ def test_the_future_changes_nothing_while_no_expert_is_full():
     before, after = run(params, TOKENS), run(params, changed)
     np.testing.assert_allclose(before[:, :6], after[:, :6], rtol=1e-4, atol=1e-5)
     assert not np.allclose(before[:, 6:], after[:, 6:], rtol=0.1)
+
+
+def test_the_embeddings_gradient_is_summed_in_float32():
+    graphdef, params = make(dataclasses.replace(CONFIG, dtype="bfloat16"))
+
+    def loss(params):
+        return jnp.sum(nnx.merge(graphdef, params)(TOKENS, train=True)[0].astype(jnp.float32))
+
+    text = jax.jit(jax.grad(loss)).lower(params).as_text()
+    scatters = re.findall(r'"stablehlo\.scatter".*?^ *\}\) : \(tensor<(\w+)>', text, re.M | re.S)
+    wte = f"{CONFIG.vocab_size}x{CONFIG.width}x"
+    assert [shape for shape in scatters if shape.startswith(wte)] == [f"{wte}f32"]
 
 
 def test_bfloat16_computes_narrow_and_routes_wide():

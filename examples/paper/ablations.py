@@ -1,20 +1,23 @@
-"""The paper's ablations of RMSProp with Magma: what is masked, in which blocks, and how.
+"""The paper's ablations of Magma: what is masked, in which blocks, and how.
 
     python -m examples.paper.ablations --set granularity --size 130m --data FOLDER
 
-The options are those of `examples.paper.llama_c4`, and so are the search and the records.
+The paper ablates RMSProp; `--base adam` does the same to Adam. The other options are those of
+`examples.paper.llama_c4`, and so are the search and the records.
 """
 
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import optax
+
 from examples.llama.optimizers import direction
-from examples.paper.arms import ARMS, Arm, magma
+from examples.paper.arms import ARMS, Arm, magma, plain
 from examples.paper.llama_c4 import parser, sweep
 from magma_optax import attention, attention_and_mlp
 
-BASE = "rmsprop"
+BASES = ("rmsprop", "adam")
 CENTRE = 4e-3
 
 # Uniform sampling alone is SkipUpdate, the paper's 21.81 for blocks in both of its tables; the
@@ -31,43 +34,65 @@ BLOCKS = ("element", "row", "column", "leaf")
 COMPONENTS = {"attention": attention, "attention+mlp": attention_and_mlp, "all": None}
 PROBABILITIES = (0.25, 0.5, 0.75)
 TEMPERATURES = (0.5, 1.0, 2.0, 4.0)
+DECAYS = (0.95, 0.99, 0.999)
 
 
-def arm(**options: Any) -> Arm:
-    """RMSProp with Magma and `options`."""
-    return Arm(magma(lambda: direction(BASE), **options), CENTRE)
+def make_sets(base: str) -> dict[str, dict[str, Arm]]:
+    """Returns the arms of every set of ablations, by name, for a base."""
+
+    def arm(**options: Any) -> Arm:
+        return Arm(magma(lambda: direction(base), **options), CENTRE)
+
+    return {
+        "components": {f"{base}/{name}": arm(where=where) for name, where in COMPONENTS.items()},
+        "granularity": {
+            f"{base}/{blocks}/{method}": arm(blocks=blocks, **options)
+            for method, options in METHODS.items()
+            for blocks in BLOCKS
+        },
+        "sampling": {
+            f"{base}/p={p:g}/tau={tau:g}": arm(survival_prob=p, temperature=tau)
+            for p in PROBABILITIES
+            for tau in TEMPERATURES
+        },
+        # The paper compares these at one learning rate: --fixed-rate 1e-3.
+        "momentum": {
+            f"{base}/{kind}/{'damping' if damping else 'no damping'}": arm(
+                sparse_state=kind == "sparse", damping=damping, rescale=not damping
+            )
+            for kind in ("dense", "sparse")
+            for damping in (True, False)
+        },
+        # Not in the paper, which doesn't say its decay of the second moment.
+        "decay": {
+            f"{base}/b2={b2:g}{name}": Arm(build(lambda b2=b2: with_decay(base, b2)), CENTRE / 2)
+            for b2 in DECAYS
+            for name, build in {"": plain, "+magma": magma}.items()
+        },
+    }
 
 
-SETS: dict[str, dict[str, Arm]] = {
-    "components": {f"{BASE}/{name}": arm(where=where) for name, where in COMPONENTS.items()},
-    "granularity": {
-        f"{BASE}/{blocks}/{method}": arm(blocks=blocks, **options)
-        for method, options in METHODS.items()
-        for blocks in BLOCKS
-    },
-    "sampling": {
-        f"{BASE}/p={p:g}/tau={tau:g}": arm(survival_prob=p, temperature=tau)
-        for p in PROBABILITIES
-        for tau in TEMPERATURES
-    },
-    # The paper compares these at one learning rate: --fixed-rate 1e-3.
-    "momentum": {
-        f"{BASE}/{kind}/{'damping' if damping else 'no damping'}": arm(
-            sparse_state=kind == "sparse", damping=damping, rescale=not damping
-        )
-        for kind in ("dense", "sparse")
-        for damping in (True, False)
-    },
+def with_decay(base: str, b2: float) -> optax.GradientTransformation:
+    """The direction of a base whose second moment decays by `b2` a step."""
+    if base == "rmsprop":
+        return optax.scale_by_rms(b2, eps=1e-8, eps_in_sqrt=False, bias_correction=True)
+    return direction(base, b2)
+
+
+SETS = {base: make_sets(base) for base in BASES}
+ABLATIONS = {
+    name: arm for sets in SETS.values() for arms in sets.values() for name, arm in arms.items()
 }
-ABLATIONS = {name: arm for arms in SETS.values() for name, arm in arms.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one set of ablations, after the base itself; returns the exit status."""
     options = parser(__doc__)
-    options.add_argument("--set", choices=SETS, required=True, help="which ablation")
+    options.add_argument("--set", choices=SETS[BASES[0]], required=True, help="which ablation")
+    options.add_argument("--base", choices=BASES, default=BASES[0], help="of what (%(default)s)")
     args = options.parse_args(argv)
-    return sweep(args, {BASE: ARMS[BASE]} | SETS[args.set], [BASE, *SETS[args.set]])
+    arms = SETS[args.base][args.set]
+    return sweep(args, {args.base: ARMS[args.base]} | arms, [args.base, *arms])
 
 
 if __name__ == "__main__":
