@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-import re
 import random
+import re
 import shlex
 
 import jax
