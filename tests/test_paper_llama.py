@@ -316,14 +316,15 @@ def test_controls_scale_attention_and_mlp_alone(tiny):
         return np.array([jnp.linalg.norm(u[0]) for u in jax.tree.leaves(updates)])
 
     masked, base = np.array(inside(tiny)), norms("adam")
-    names = ["adam+constant", "adam+constant*mask", "adam+damping"]
-    constant, coins, damping = (norms(name) / base for name in names)
-    for ratios in (constant, coins, damping):
+    names = ["adam+constant", "adam+constant*mask", "adam+damping", "adam+damping/2"]
+    constant, coins, damping, half = (norms(name) / base for name in names)
+    for ratios in (constant, coins, damping, half):
         np.testing.assert_allclose(ratios[~masked], 1, rtol=1e-5)
     np.testing.assert_allclose(constant[masked], 0.2765, rtol=1e-5)
     np.testing.assert_allclose(coins[masked] * (coins[masked] - 0.553), 0, atol=1e-5)
     assert 0 < np.count_nonzero(coins[masked]) < masked.sum()
     assert ((damping[masked] > 0.4) & (damping[masked] < 0.7)).all()
+    np.testing.assert_allclose(half[masked], damping[masked] / 2, rtol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from examples.llama.optimizers import direction
 from examples.paper.baselines.apollo import scale_by_apollo
 from examples.paper.baselines.c_adam import scale_by_c_adam
-from examples.paper.baselines.controls import constant, constant_times_mask
+from examples.paper.baselines.controls import constant, constant_times_mask, damping_only
 from examples.paper.baselines.matrices import on_matrices
 from examples.paper.baselines.mgup import mgup
 from examples.paper.baselines.sgg import sgg
@@ -90,6 +90,9 @@ def family(name: str, centre: float) -> dict[str, Arm]:
     def shrink_and_mask(key: ArrayLike) -> optax.GradientTransformation:
         return constant_times_mask(2 * MEAN_MULTIPLIER, 0.5, key=key)
 
+    def damp_by_half(learning_rate: ArrayLike | optax.Schedule, key: ArrayLike):
+        return damping_only(plain(base)(learning_rate, key), c=0.5)
+
     return {
         name: Arm(plain(base), centre),
         f"{name}+magma": Arm(magma(base), 2 * centre),
@@ -97,6 +100,7 @@ def family(name: str, centre: float) -> dict[str, Arm]:
         f"{name}+constant": Arm(then(base, shrink), 2 * centre),
         f"{name}+constant*mask": Arm(then(base, shrink_and_mask), 2 * centre),
         f"{name}+damping": Arm(magma(base, survival_prob=1.0), 2 * centre),
+        f"{name}+damping/2": Arm(damp_by_half, 2 * centre),
     }
 
 
