@@ -1,7 +1,6 @@
 """One run: a mixture of experts trained by one arm at one learning rate from one seed."""
 
 import dataclasses
-import functools
 import itertools
 import math
 import time
@@ -13,8 +12,6 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax import Array
-from jax.typing import ArrayLike
 
 from examples.llama.data import Data, load
 from examples.nanomoe.config import PRESETS
@@ -102,16 +99,12 @@ class Trainer:
 
         return optax.inject_hyperparams(build)(peak=learning_rate, key=seed)
 
-    @functools.cached_property
-    def initial(self) -> Callable[[ArrayLike], optax.Params]:
-        """Returns the jitted function from a seed to parameters; one compilation for all seeds."""
+    def initial(self, seed: int) -> optax.Params:
+        """Draws the parameters.
 
-        @jax.jit
-        def initial(seed: Array) -> optax.Params:
-            model = NanoMoE(self.config, rngs=nnx.Rngs(jax.random.key(seed)))
-            return nnx.to_pure_dict(nnx.state(model))
-
-        return initial
+        Not jitted: a GPU's compiler takes about a second for each draw, so here one for each shape.
+        """
+        return nnx.to_pure_dict(nnx.state(NanoMoE(self.config, rngs=nnx.Rngs(seed))))
 
     def run(self, name: str, arm: Arm, learning_rate: float, seed: int) -> dict[str, Any]:
         """Trains once.
