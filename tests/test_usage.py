@@ -64,15 +64,19 @@ def test_estimated_alignment_follows_the_exact_one(optimizer, base, least):
     def cosines(estimate):
         tx = optax.chain(optimizer(1e-3), magma(score_decay=0.0, temperature=1.0, base=estimate))
         exact = with_magma(optimizer(1e-3), score_decay=0.0, temperature=1.0, first_moment="own")
-        params, state, true = PARAMS, tx.init(PARAMS), exact.init(PARAMS)
-        pairs = []
-        for n in range(150):
-            grads = jax.grad(loss)(params, batch(n)[:4])
+
+        @jax.jit
+        def step(params, state, true, inputs):
+            grads = jax.grad(loss)(params, inputs)
             _, true = exact.update(grads, true, params)
             updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-            path = "dense/kernel"
-            pairs.append((state[1].alignment[path], true.magma.alignment[path]))
+            scores = [s.alignment["dense/kernel"] for s in (state[1], true.magma)]
+            return (optax.apply_updates(params, updates), state, true), scores
+
+        carry, pairs = (PARAMS, tx.init(PARAMS), exact.init(PARAMS)), []
+        for n in range(150):
+            carry, scores = step(*carry, batch(n)[:4])
+            pairs.append(scores)
         return np.log(1 / np.array(pairs[20:]) - 1).T  # inverse of the sigmoid
 
     with pytest.warns(UserWarning, match="estimated"):
