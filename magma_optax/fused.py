@@ -121,14 +121,25 @@ def fused_adam(
         updates, state = plain.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    def fused_step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def unpack(state: Any) -> tuple[MagmaState, Any]:
         check_kind(state, WithMagmaState if magma else tuple)
-        masks, (moments, *scaling) = state if magma else state[::-1]
+        masks, inner = state if magma else state[::-1]
         check_kind(masks, MagmaState)
+        return masks, inner
+
+    def masked(grads: Any, state: Any, params: Any) -> tuple[dict[str, Blocks], list[Any]]:
+        """How leaves are cut; and by path, checked: parameters, moments and gradients."""
+        masks, (moments, *_) = unpack(state)
         cuts = hp.find_blocks(params)
+        check_state(masks, cuts if magma else {})
         trees = {"params": params, "mu": moments.mu, "nu": moments.nu, "grads": grads}
         leaves = {name: match_blocks(x, params, cuts, name) for name, x in trees.items()}
         _check(cuts, **leaves)
+        return cuts, list(leaves.values())
+
+    def fused_step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        cuts, leaves = masked(grads, state, params)
+        masks, (moments, *scaling) = unpack(state)
 
         # Optax itself counts, and updates the leaves that are not masked.
         def others(tree: Any) -> dict[str, Any]:
@@ -140,7 +151,7 @@ def fused_adam(
         numbers = adam.numbers(at_step(learning_rate, count), counted.count)
 
         step = _magma_step if magma else _skip_update_step
-        p, mu, nu, scores = step(adam, hp, masks, cuts, numbers, *leaves.values())
+        p, mu, nu, scores = step(adam, hp, masks, cuts, numbers, *leaves)
 
         p |= optax.apply_updates(others(params), updates)
         mu, nu = _refill(moments.mu, mu | counted.mu), _refill(moments.nu, nu | counted.nu)
@@ -149,6 +160,7 @@ def fused_adam(
         return _refill(params, p), WithMagmaState(masks, inner) if magma else (inner, masks)
 
     def update_and_apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        masked(grads, state, params)  # Refuses the same on all devices.
         if _INTERPRET:
             return fused_step(grads, state, params)
         return jax.lax.platform_dependent(grads, state, params, cuda=fused_step, default=plain_step)
@@ -164,6 +176,11 @@ def _check(cuts: dict[str, Blocks], **leaves: dict[str, jax.Array]) -> None:
             raise ValueError(
                 f"fused_adam: the blocks of {path!r} count along axes {cut.axes}, but the kernels "
                 f"take leading axes, as of stacked(0): {instead}"
+            )
+        if (length := leaves["params"][path].size // cut.size) >= 2**31:
+            raise ValueError(
+                f"fused_adam: a block of {path!r} has {length} elements, but the kernels count to "
+                f"2**31: {instead}"
             )
         for name, x in ((name, xs[path]) for name, xs in leaves.items()):
             if x.dtype != jnp.float32:
@@ -184,7 +201,6 @@ def _refill(tree: Any, leaves: dict[str, Any]) -> Any:
 
 def _magma_step(adam, hp, masks, cuts, numbers, p, mu, nu, g):
     """Moments and sums of every block first, then the parameters of those that survive."""
-    check_state(masks, cuts)
     p, mu, nu, sums = dict(p), dict(mu), dict(nu), {}
     for path, cut in cuts.items():
         updated, read = (mu[path], nu[path]), (g[path],)
