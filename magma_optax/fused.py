@@ -4,17 +4,15 @@ An update that is a tree of arrays is written and read again, zeros and all. Her
 a dropped block are neither read nor written.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from magma_optax import _adam_kernels
+from magma_optax._adam_kernels import Adam, launch
 from magma_optax._alignment import cosine_of_sums
 from magma_optax._blocks import Blocks
 from magma_optax._hyperparameters import Hyperparameters, Schedule, at_step
@@ -26,9 +24,6 @@ from magma_optax._state import MagmaState, check_kind, check_state, next_step
 from magma_optax._with_magma import WithMagmaState, with_magma
 
 __all__ = ["FusedAdam", "fused_adam"]
-
-_TILE, _WARPS = 1024, 4  # Elements and warps of one program of a kernel.
-_INTERPRET = False  # For tests: run the kernels, interpreted, on any device.
 
 
 class FusedAdam(NamedTuple):
@@ -102,15 +97,15 @@ def fused_adam(
     if masking not in ("magma", "skip_update"):
         raise ValueError(f'masking must be "magma" or "skip_update", got {masking!r}')
     magma = masking == "magma"
-    adam = _Adam(*map(float, (b1, b2, eps, eps_root, weight_decay)))
+    adam = Adam(*map(float, (b1, b2, eps, eps_root, weight_decay)))
     decay = {"weight_decay": weight_decay} if weight_decay else {}
-    base = (optax.adamw if decay else optax.adam)(learning_rate, b1, b2, eps, eps_root, **decay)
+    make: Any = optax.adamw if decay else optax.adam
+    base = make(learning_rate, b1, b2, eps, eps_root, **decay)
     if magma:
         hp, plain = Hyperparameters(**options), with_magma(base, **options)
     else:
         plain = optax.chain(base, skip_update(**options))
         hp = Hyperparameters(**options, damping=False, rescale=True)
-    base = optax.with_extra_args_support(base)
 
     def init(params: Any) -> Any:
         cuts = hp.find_blocks(params)
@@ -153,15 +148,16 @@ def fused_adam(
         step = _magma_step if magma else _skip_update_step
         p, mu, nu, scores = step(adam, hp, masks, cuts, numbers, *leaves)
 
-        p |= optax.apply_updates(others(params), updates)
+        applied: Any = optax.apply_updates(others(params), updates)
         mu, nu = _refill(moments.mu, mu | counted.mu), _refill(moments.nu, nu | counted.nu)
         inner = (counted._replace(mu=mu, nu=nu), *scaling_next)
         masks = masks._replace(step=next_step(masks.step), alignment=scores)
-        return _refill(params, p), WithMagmaState(masks, inner) if magma else (inner, masks)
+        params = _refill(params, p | applied)
+        return params, WithMagmaState(masks, inner) if magma else (inner, masks)
 
     def update_and_apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         masked(grads, state, params)  # Refuses the same on all devices.
-        if _INTERPRET:
+        if _adam_kernels.INTERPRET:
             return fused_step(grads, state, params)
         return jax.lax.platform_dependent(grads, state, params, cuda=fused_step, default=plain_step)
 
@@ -204,14 +200,14 @@ def _magma_step(adam, hp, masks, cuts, numbers, p, mu, nu, g):
     p, mu, nu, sums = dict(p), dict(mu), dict(nu), {}
     for path, cut in cuts.items():
         updated, read = (mu[path], nu[path]), (g[path],)
-        mu[path], nu[path], parts = _launch(adam.average, cut, updated, read, sums=3)
+        mu[path], nu[path], parts = launch(adam.average, cut, updated, read, sums=3)
         sums[path] = tuple(jnp.sum(parts, axis=-1).reshape(3, *cut.shape))
     cosines = cosine_of_sums(sums, cuts, hp.axis_name)
     scores, coins, factors = score_and_toss(hp, masks, cuts, cosines)
     for path, cut in cuts.items():
         factor = 1.0 if factors[path] is None else factors[path]
         per_block, read = (coins[path], factor, *numbers), (mu[path], nu[path])
-        (p[path],) = _launch(adam.apply, cut, (p[path],), read, per_block)
+        (p[path],) = launch(adam.apply, cut, (p[path],), read, per_block)
     return p, mu, nu, scores if cuts else masks.alignment
 
 
@@ -222,101 +218,5 @@ def _skip_update_step(adam, hp, masks, cuts, numbers, p, mu, nu, g):
     coins = toss(masks, cuts, dict.fromkeys(cuts, survival))
     for path, cut in cuts.items():
         updated, per_block = (p[path], mu[path], nu[path]), (coins[path], 1 / survival, *numbers)
-        p[path], mu[path], nu[path] = _launch(adam.both, cut, updated, (g[path],), per_block)
+        p[path], mu[path], nu[path] = launch(adam.both, cut, updated, (g[path],), per_block)
     return p, mu, nu, masks.alignment
-
-
-@dataclasses.dataclass(frozen=True)
-class _Adam:
-    """Adam's equations, and the kernels: functions of ``load``, ``store`` and references."""
-
-    b1: float
-    b2: float
-    eps: float
-    eps_root: float
-    weight_decay: float
-
-    def numbers(self, learning_rate, count):
-        corrections = (1 - self.b1**count, 1 - self.b2**count)
-        return -learning_rate, *(x.astype(jnp.float32) for x in corrections)
-
-    def moments(self, mu, nu, g):
-        return (1 - self.b1) * g + self.b1 * mu, (1 - self.b2) * (g * g) + self.b2 * nu
-
-    def move(self, p, mu, nu, per_block):
-        factor, step_size, correction_1, correction_2 = (per_block[n] for n in range(1, 5))
-        delta = mu / correction_1 / (jnp.sqrt(nu / correction_2 + self.eps_root) + self.eps)
-        if self.weight_decay:
-            delta += self.weight_decay * p
-        return p + step_size * delta * factor
-
-    def average(self, load, store, mu, nu, g, new_mu, new_nu, sums):
-        g = load(g)
-        x, y = self.moments(load(mu), load(nu), g)
-        store(new_mu, x)
-        store(new_nu, y)
-        for n, product in enumerate((x * g, x * x, g * g)):
-            sums[n] = jnp.sum(product)
-
-    def apply(self, load, store, p, mu, nu, per_block, new_p):
-        @pl.when(per_block[0] != 0)
-        def _():
-            store(new_p, self.move(load(p), load(mu), load(nu), per_block))
-
-    def both(self, load, store, p, mu, nu, g, per_block, new_p, new_mu, new_nu):
-        x, y = self.moments(load(mu), load(nu), load(g))
-        store(new_mu, x)
-        store(new_nu, y)
-
-        @pl.when(per_block[0] != 0)
-        def _():
-            store(new_p, self.move(load(p), x, y, per_block))
-
-
-def _launch(kernel, cut, updated, read, per_block=(), sums=0):
-    """Run a kernel on every tile of every block of a leaf.
-
-    Args:
-      kernel: a function of ``load``, ``store`` and a reference for each argument and each result.
-      cut: how the leaf is cut, along leading axes.
-      updated: arrays of the leaf's shape that are updated in place: the first results.
-      read: further such arrays.
-      per_block: numbers, () or of the blocks' shape, handed over as one float32 array.
-      sums: how many sums over a tile are the last result, of shape (sums, blocks, tiles).
-    """
-    arrays = [x.reshape(cut.size, -1) for x in (*updated, *read)]
-    rows, length = arrays[0].shape
-    size = min(_TILE, pl.next_power_of_2(length))
-    tiles = pl.cdiv(length, size)
-    tile = pl.BlockSpec((None, size), lambda i, row: (row, i))
-    in_specs, out_specs = [tile] * len(arrays), [tile] * len(updated)
-    # Inside shard_map, a result varies along all mesh axes along which an argument does.
-    like = jax.eval_shape(lambda *xs: sum(xs), *arrays)
-    out_shape = [like] * len(updated)
-    if per_block:
-        arrays.append(jnp.stack([jnp.broadcast_to(x, cut.shape).ravel() for x in per_block]))
-        in_specs.append(pl.BlockSpec((len(per_block), None), lambda i, row: (0, row)))
-    if sums:
-        shape = (sums, rows, tiles)
-        out_shape.append(jax.eval_shape(lambda x: jnp.broadcast_to(x[0, 0], shape), like))
-        out_specs.append(pl.BlockSpec((sums, None, None), lambda i, row: (0, row, i)))
-
-    def body(*refs):
-        # Without a mask Triton reads and writes past the end of a block.
-        inside = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32) < length
-        mask = {"mask": inside} if length % size else {}
-        load = functools.partial(plgpu.load, **mask, **({"other": 0.0} if mask else {}))
-        kernel(load, functools.partial(plgpu.store, **mask), *refs)
-
-    results = pl.pallas_call(
-        body,
-        grid=(tiles, rows),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
-        input_output_aliases={n: n for n in range(len(updated))},
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS),
-        interpret=_INTERPRET,
-        name=f"fused_adam_{kernel.__name__}",
-    )(*arrays)
-    return *(x.reshape(updated[0].shape) for x in results[: len(updated)]), *results[len(updated) :]

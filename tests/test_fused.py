@@ -14,7 +14,7 @@ import optax
 import pytest
 from sharded import P, make_mesh, state_specs
 
-from magma_optax import fused, skip_update, stacked, with_magma
+from magma_optax import _adam_kernels, skip_update, stacked, with_magma
 from magma_optax.fused import fused_adam
 
 SHAPES = {"over": (1025,), "odd": (3, 5, 7), "none": (0, 3)}  # A tile is 1,024 elements.
@@ -34,7 +34,7 @@ GRADS = [jax.tree.map(lambda a, b: a + 0.5 * b, normal(1), normal(2 + n)) for n 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(fused, "_INTERPRET", True)
+    monkeypatch.setattr(_adam_kernels, "INTERPRET", True)
 
 
 def apply_with(tx):
