@@ -87,7 +87,7 @@ def fused_adam(
     Raises:
       ValueError: as `with_magma` and `skip_update`; and where a masked leaf's parameters, gradients
         or moments are not float32 or are sharded, or its blocks count along other than leading
-        axes, in ``init`` and ``update_and_apply``, with the path.
+        axes or have 2**31 elements, in ``init`` and ``update_and_apply``, with the path.
       TypeError: an argument of the wrong kind or an unknown option.
 
     References:
