@@ -58,6 +58,15 @@ def cosine_similarity(
     for path, cut in blocks.items():
         x, y = widen(mu[path]), widen(g[path])
         products[path] = (cut.sum(_inner(x, y)), cut.sum(_inner(x, x)), cut.sum(_inner(y, y)))
+    return cosine_of_sums(products, blocks, axis_name)
+
+
+def cosine_of_sums(
+    products: dict[str, tuple[jax.Array, ...]],
+    blocks: dict[str, Blocks],
+    axis_name: AxisName = None,
+) -> dict[str, jax.Array]:
+    """`cosine_similarity` from the sums <mu, g>, <mu, mu> and <g, g> of every block."""
     products = _sum_over_mesh(products, blocks, axis_name)
     return {path: _cosine(*sums).astype(jnp.float32) for path, sums in products.items()}
 

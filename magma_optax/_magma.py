@@ -7,7 +7,13 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from magma_optax._alignment import keep_finite, read_apart, update_momentum, widen
+from magma_optax._alignment import (
+    cosine_similarity,
+    keep_finite,
+    read_apart,
+    update_momentum,
+    widen,
+)
 from magma_optax._blocks import AxisName, BlockAxes, Where
 from magma_optax._hyperparameters import Hyperparameters, Schedule
 from magma_optax._masking import mask_updates, score_and_toss
@@ -134,7 +140,8 @@ def magma(
         mu, g = {}, {}
         for path in cuts:
             mu[path], g[path], _ = moments(x[path], buffer[path], hp.b1)
-        scores, coins, factors = score_and_toss(hp, state, cuts, mu, g)
+        cosines = cosine_similarity(mu, g, cuts, hp.axis_name)
+        scores, coins, factors = score_and_toss(hp, state, cuts, cosines)
         new = {path: moments(incoming[path], old[path], hp.b1)[2] for path in cuts}
         momentum = replace_momentum(state.momentum, new)
         state = MagmaState(

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from magma_optax._alignment import cosine_similarity, widen
+from magma_optax._alignment import widen
 from magma_optax._blocks import Blocks
 from magma_optax._coins import uniforms
 from magma_optax._hyperparameters import Hyperparameters, at_step
@@ -20,8 +20,7 @@ def score_and_toss(
     hp: Hyperparameters,
     state: MagmaState,
     blocks: dict[str, Blocks],
-    mu: dict[str, jax.Array],
-    g: dict[str, jax.Array],
+    cosines: PerBlock,
 ) -> tuple[PerBlock, PerBlock, dict[str, jax.Array | None]]:
     """Algorithm 1 up to the multiplication, for every block.
 
@@ -29,7 +28,7 @@ def score_and_toss(
         s_t  = 0.9 s_{t-1} + 0.1 s~_t
         m_t  ~ Bernoulli(p)
 
-    A block whose gradient is not finite keeps its score.
+    A block whose cosine is NaN, as its gradient is not finite, keeps its score.
 
     Returns:
       s_t (float32), m_t (bool) and the factor of a surviving update (float32; s_t with damping,
@@ -38,7 +37,7 @@ def score_and_toss(
     tau, decay = at_step(hp.temperature, state.step), at_step(hp.score_decay, state.step)
     rest = 1 - decay
     scores, probabilities = {}, {}
-    for path, cosine in cosine_similarity(mu, g, blocks, hp.axis_name).items():
+    for path, cosine in cosines.items():
         previous = state.alignment[path]
         cosine = typed_like(path, cosine, previous)
         finite = jnp.isfinite(cosine)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from magma_optax._alignment import read_apart, update_momentum, widen
+from magma_optax._alignment import cosine_similarity, read_apart, update_momentum, widen
 from magma_optax._blocks import AxisName, BlockAxes, Where
 from magma_optax._first_moment import FirstMoments
 from magma_optax._hyperparameters import Hyperparameters, Schedule
@@ -173,7 +173,8 @@ def with_magma(
         own = match_blocks(state.momentum, updates, leaves_by_path(state.momentum), "momentum")
         mu, g_apart = first_moments(g, own, updates, old_inner, new_inner)
         mu = match_blocks(mu, updates, cuts, "first_moment")
-        scores, coins, factors = score_and_toss(hp, state, cuts, mu, g_apart)
+        cosines = cosine_similarity(mu, g_apart, cuts, hp.axis_name)
+        scores, coins, factors = score_and_toss(hp, state, cuts, cosines)
 
         momentum = {path: update_momentum(old, g[path], hp.b1) for path, old in own.items()}
         if sparse_state:

@@ -31,6 +31,7 @@ from examples.llama.train import abstract_model, make_functions
 from examples.paper.baselines.matrices import select
 from examples.paper.records import append
 from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
+from magma_optax.fused import FusedAdam, fused_adam
 
 PARTS = ("step", "train", "compile", "state", "peers")
 TREES = ("matrices", *PRESETS)
@@ -78,8 +79,20 @@ def forms(name: str, **masking: Any) -> dict[str, Tx]:
     }
 
 
-def update_and_apply(tx: Tx) -> Callable[..., Any]:
+def fused_forms(name: str, **masking: Any) -> dict[str, FusedAdam]:
+    """Returns Adam's fused forms where they have kernels; elsewhere they are the plain ones."""
+    if name != "adam" or jax.default_backend() != "gpu":
+        return {}
+    return {
+        "fused skip_update": fused_adam(1e-3, masking="skip_update", **masking),
+        "fused with_magma": fused_adam(1e-3, **masking),
+    }
+
+
+def update_and_apply(tx: Tx | FusedAdam) -> Callable[..., Any]:
     """Returns one step: ``params, opt_state, grads -> params, opt_state``."""
+    if isinstance(tx, FusedAdam):
+        return lambda params, opt_state, grads: tx.update_and_apply(grads, opt_state, params)
 
     def step(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
         updates, opt_state = tx.update(grads, opt_state, params, grad=grads)
@@ -97,7 +110,7 @@ def filled(shapes: Any, value: float) -> Any:
     return jax.jit(lambda: jax.tree.map(fill, shapes))()
 
 
-def optimizer_arm(tx: Tx, shapes: Any, grads: Any) -> tuple[Arm, float]:
+def optimizer_arm(tx: Tx | FusedAdam, shapes: Any, grads: Any) -> tuple[Arm, float]:
     """Returns update and apply of `tx`, and the seconds that XLA took to compile them."""
     state = jax.eval_shape(tx.init, shapes)
     compiled = compile_step(update_and_apply(tx), shapes, state, grads, donate=2)
@@ -123,10 +136,9 @@ def step_rows(args: argparse.Namespace) -> Iterator[Row]:
         shapes = tree(name, layout == "stacked")
         grads = filled(shapes, 0.0)
         for base_name, where in itertools.product(args.bases, args.where):
-            built = {
-                form: optimizer_arm(tx, shapes, grads)
-                for form, tx in forms(base_name, **masking(layout, where)).items()
-            }
+            options = masking(layout, where)
+            txs = forms(base_name, **options) | fused_forms(base_name, **options)
+            built = {form: optimizer_arm(tx, shapes, grads) for form, tx in txs.items()}
             arms = {form: arm for form, (arm, _) in built.items()}
             times = in_turns(arms, args.rounds, args.steps)
             for form, (_, seconds) in built.items():
