@@ -5,7 +5,12 @@ Its kernels run interpreted here; that they can be compiled is checked as far as
 
 import functools
 import itertools
+import os
+import pathlib
 import re
+import shutil
+import subprocess
+import sys
 
 import chex
 import jax
@@ -23,6 +28,7 @@ from magma_optax.fused import fused_adam
 SHAPES = {"over": (1025,), "odd": (3, 5, 7), "none": (0, 3)}  # A tile is 1,024 elements.
 MASKINGS = ("magma", "skip_update")
 LR = 1e-2
+RTOL, ATOL = 5e-7, 2e-8  # Four roundings of float32: the order of sums, fused products.
 
 
 def normal(seed, shapes=SHAPES):
@@ -58,10 +64,10 @@ def run(steps, state, params=PARAMS, grads=GRADS):
 
 
 def assert_same(actual, expected):
-    """Equal types, and values to four roundings of float32: the order of sums, fused products."""
+    """Equal types, and values to rounding."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    chex.assert_trees_all_close(actual, expected, rtol=5e-7, atol=2e-8)
+    chex.assert_trees_all_close(actual, expected, rtol=RTOL, atol=ATOL)
 
 
 ADAMW = {
@@ -114,25 +120,33 @@ def test_kernels_take_the_steps_of_the_plain_transformation(case, interpreted):
     assert_same_steps(**CASES[case])
 
 
-@pytest.mark.parametrize(
-    ("masking", "shape"),
-    [("magma", ()), ("magma", (1023,)), ("skip_update", (7,)), ("skip_update", (2, 1024))],
-)
+ENDS = [("magma", ()), ("magma", (1023,)), ("skip_update", (7,)), ("skip_update", (2, 1024))]
+
+
+@pytest.mark.parametrize(("masking", "shape"), ENDS)
 def test_kernels_mind_the_end_of_a_leaf(masking, shape, interpreted):
     assert_same_steps(masking=masking, shapes={"leaf": shape})
 
 
-@pytest.mark.parametrize(
-    ("masking", "blocks", "shape"),
-    [
-        ("magma", stacked(0), (2, 1025)),
-        ("magma", stacked((0, 1)), (2, 3, 5, 7)),
-        ("skip_update", stacked(0), (2, 1025)),
-        ("skip_update", "element", (4,)),
-    ],
-)
+SLICES = [
+    ("magma", stacked(0), (2, 1025)),
+    ("magma", stacked((0, 1)), (2, 3, 5, 7)),
+    ("skip_update", stacked(0), (2, 1025)),
+    ("skip_update", "element", (4,)),
+]
+
+
+@pytest.mark.parametrize(("masking", "blocks", "shape"), SLICES)
 def test_every_slice_along_leading_axes_is_a_block(masking, blocks, shape, interpreted):
     assert_same_steps(masking=masking, blocks=blocks, shapes={"leaf": shape})
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs an NVIDIA GPU")
+def test_kernels_on_a_gpu():
+    """The cases above, not interpreted; in a process of its own, as this one has CPUs."""
+    script = pathlib.Path(__file__).with_name("fused_on_gpu.py")
+    env = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(script.parents[1])}
+    subprocess.run([sys.executable, str(script)], env=env, check=True)
 
 
 @pytest.mark.parametrize(
