@@ -177,6 +177,6 @@ def test_a_wrong_address_is_one_line(tmp_path):
         [*command, "--distributed", "127.0.0.1:1,2,2"], cwd=ROOT, capture_output=True, text=True
     )
     assert wrong.returncode == 2
-    assert wrong.stderr.strip() == (
-        "error: argument --distributed: host 2 of 2: numbers start at 0"
-    )
+    # Grain logs, as it is imported, that an old jaxlib lacks a profiler.
+    said = [line for line in wrong.stderr.splitlines() if not line.startswith("WARNING:absl:Grain")]
+    assert said == ["error: argument --distributed: host 2 of 2: numbers start at 0"]
