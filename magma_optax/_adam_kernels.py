@@ -88,11 +88,12 @@ def launch(kernel, cut, updated, read, per_block=(), sums=0):
         out_specs.append(pl.BlockSpec((sums, None, None), lambda i, row: (0, row, i)))
 
     def body(*refs):
-        # Without a mask Triton reads and writes past the end of a block.
-        inside = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32) < length
-        mask = {"mask": inside} if length % size else {}
-        load = functools.partial(plgpu.load, **mask, **({"other": 0.0} if mask else {}))
-        kernel(load, functools.partial(plgpu.store, **mask), *refs)
+        load, store = plgpu.load, plgpu.store
+        if length % size:  # Without a mask Triton reads and writes past the end of a block.
+            inside = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32) < length
+            load = functools.partial(load, mask=inside, other=0.0)
+            store = functools.partial(store, mask=inside)
+        kernel(load, store, *refs)
 
     results = pl.pallas_call(
         body,

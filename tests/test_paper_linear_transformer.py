@@ -120,20 +120,20 @@ def test_the_command_records_skips_what_is_recorded_and_draws(tmp_path, capsys, 
     monkeypatch.setattr(lt, "BATCH", 2)
     monkeypatch.setattr(lt, "draw", lambda key, heavy: DRAW(key, heavy, 2))
     out = tmp_path / "new" / "lt.jsonl"
-    options = "--tails light --arms constant magma --steps 250 --seeds 1 --rates 0.04 0.02"
+    options = "--tails light --arms constant adam magma --steps 250 --seeds 1 --rates 0.04 0.02"
     run = [*options.split(), "--out", str(out)]
     assert lt.main(run) == 0
     written = out.read_bytes()
     done = records.read(out)
-    assert [record["settings"]["arm"] for record in done] == ["magma", "constant"]
+    assert [record["settings"]["arm"] for record in done] == ["adam", "magma", "constant"]
     assert all(record["settings"]["rates"] == [0.02, 0.04] for record in done)
-    assert np.shape(done[0]["results"]["score"]) == (lt.LAYERS, 2)
+    assert np.shape(done[1]["results"]["score"]) == (lt.LAYERS, 2)
     assert np.shape(done[0]["results"]["eigenvalue_over_time"]) == (3, 1)
     capsys.readouterr()
 
     assert lt.main(run) == 0
     assert out.read_bytes() == written
-    assert capsys.readouterr().out.count("recorded already") == 2
+    assert capsys.readouterr().out.count("recorded already") == 3
     assert lt.main(["--plot", "--out", str(out), "--images", str(tmp_path)]) == 0
     assert (tmp_path / "linear_transformer.png").stat().st_size > 1000
 

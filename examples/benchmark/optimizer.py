@@ -303,7 +303,6 @@ def parser() -> Parser:
     parser = Parser(
         prog="python -m examples.benchmark.optimizer",
         description=__doc__.split("\n\n")[0],
-        allow_abbrev=False,
     )
     add, count = parser.add_argument, whole(1)
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")

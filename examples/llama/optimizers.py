@@ -82,18 +82,20 @@ def muon_dimensions(params: optax.Params) -> optax.Params:
     return jax.tree.map_with_path(dimensions, params)
 
 
+def rms(decay: float, eps: float = 1e-8) -> optax.GradientTransformation:
+    """Divides by the root of the mean square: eps outside as in PyTorch, with bias correction."""
+    return optax.scale_by_rms(decay, eps=eps, eps_in_sqrt=False, bias_correction=True)
+
+
 def direction(name: str, b2: float = 0.999) -> optax.GradientTransformation:
     """Returns the base `name` without learning rate and decay; it points uphill."""
     match name:
         case "adam" | "adamw":
             return optax.scale_by_adam(b1=0.9, b2=b2, eps=1e-8)
-        case "rmsprop":  # eps outside the root as in PyTorch, with bias correction
-            return optax.scale_by_rms(0.99, eps=1e-8, eps_in_sqrt=False, bias_correction=True)
+        case "rmsprop":
+            return rms(0.99)
         case "laprop":
-            return optax.chain(
-                optax.scale_by_rms(0.999, eps=1e-15, eps_in_sqrt=False, bias_correction=True),
-                optax.ema(0.9),
-            )
+            return optax.chain(rms(0.999, eps=1e-15), optax.ema(0.9))
         case "lion":
             return optax.scale_by_lion(b1=0.9, b2=0.99)
         case "adafactor":

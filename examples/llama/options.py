@@ -36,7 +36,11 @@ class SettingsError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong option in one line."""
+    """Reports a wrong option in one line; options are not abbreviated."""
+
+    def __init__(self, **options: Any):
+        """Takes what `argparse.ArgumentParser` takes."""
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""
@@ -107,7 +111,6 @@ def parser() -> Parser:
     parser = Parser(
         prog="python -m examples.llama.train",
         description="Trains a Llama on text, with or without Magma.",
-        allow_abbrev=False,
     )
 
     add = parser.add_argument_group("model").add_argument

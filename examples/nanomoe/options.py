@@ -17,7 +17,6 @@ def parser() -> Parser:
     parser = Parser(
         prog="python -m examples.nanomoe.train",
         description="Trains a mixture of experts on text, with or without Magma.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="nano", help="size of the model (%(default)s)")

@@ -12,7 +12,7 @@ from typing import Any
 
 import optax
 
-from examples.llama.optimizers import direction
+from examples.llama.optimizers import direction, rms
 from examples.paper.arms import ARMS, Arm, magma, plain
 from examples.paper.llama_c4 import parser, sweep
 from magma_optax import attention, attention_and_mlp
@@ -74,9 +74,7 @@ def make_sets(base: str) -> dict[str, dict[str, Arm]]:
 
 def with_decay(base: str, b2: float) -> optax.GradientTransformation:
     """The direction of a base whose second moment decays by `b2` a step."""
-    if base == "rmsprop":
-        return optax.scale_by_rms(b2, eps=1e-8, eps_in_sqrt=False, bias_correction=True)
-    return direction(base, b2)
+    return rms(b2) if base == "rmsprop" else direction(base, b2)
 
 
 SETS = {base: make_sets(base) for base in BASES}

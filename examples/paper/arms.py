@@ -6,7 +6,8 @@ without the mask, the scores or both.
 """
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import optax
@@ -41,6 +42,13 @@ class Arm:
 
     build: Build
     centre: float
+
+
+def check_names(names: Iterable[str], arms: Mapping[str, Arm]) -> None:
+    """Ends the program with one line if one of `names` is no arm."""
+    for name in names:
+        if name not in arms:
+            sys.exit(f"error: no arm {name!r}; there are {', '.join(arms)}")
 
 
 def plain(base: Base) -> Build:

@@ -361,7 +361,6 @@ def parser() -> Parser:
     parser = Parser(
         prog="python -m examples.paper.linear_transformer",
         description="Adam and Magma on a linear transformer with light and heavy tails.",
-        allow_abbrev=False,
     )
     add, rate = parser.add_argument, number(0.0, above=True)
     add("--tails", nargs="+", choices=TAILS, default=list(TAILS))

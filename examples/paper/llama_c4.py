@@ -23,7 +23,7 @@ from pathlib import Path
 
 from examples.llama.options import Parser, number, seconds, whole
 from examples.paper import records
-from examples.paper.arms import ARMS, Arm
+from examples.paper.arms import ARMS, Arm, check_names
 from examples.paper.llama_report import table
 from examples.paper.llama_run import SIZES, STEPS, Task
 from examples.paper.runner import Sweep, execute, find_devices
@@ -37,7 +37,6 @@ def parser(description: str | None = __doc__) -> Parser:
     parser = Parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add, count, positive = parser.add_argument, whole(1), number(0.0, above=True)
     add("--size", choices=SIZES, default="nano", help="of the model")
@@ -109,9 +108,7 @@ def make_searches(
         SystemExit: For an arm that doesn't exist.
     """
     centres = dict(args.centre)
-    for name in [*names, *centres]:
-        if name not in arms:
-            sys.exit(f"error: no arm {name!r}; there are {', '.join(arms)}")
+    check_names([*names, *centres], arms)
     fixed = args.fixed_rate is not None
     return [
         Search(

@@ -13,10 +13,8 @@ nothing that is recorded; `python -m examples.paper.llama_report FILE` draws the
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import optax
@@ -24,14 +22,14 @@ from jax.typing import ArrayLike
 
 from examples.llama.data import DataError
 from examples.llama.optimizers import direction
-from examples.llama.options import Parser, number, seconds, whole
+from examples.llama.options import Parser, whole
 from examples.nanomoe.config import PRESETS, RECIPES
 from examples.nanomoe.train import expert_axis, matrices
 from examples.paper import records
-from examples.paper.arms import MEAN_MULTIPLIER, Arm, Base, Build, magma, plain, then
+from examples.paper.arms import MEAN_MULTIPLIER, Arm, Base, Build, check_names, magma, plain, then
 from examples.paper.baselines.c_adam import scale_by_c_adam
 from examples.paper.baselines.controls import constant
-from examples.paper.in_process import execute
+from examples.paper.in_process import add_search_options, execute
 from examples.paper.llama_report import table
 from examples.paper.nano_moe_run import Task, Trainer
 from examples.paper.sweep import Search
@@ -77,7 +75,6 @@ def parser() -> Parser:
     parser = Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add, count = parser.add_argument, whole(1)
     add("--preset", choices=PRESETS, default="tiny", help="size of the model (%(default)s)")
@@ -88,11 +85,7 @@ def parser() -> Parser:
     add("--accumulate", type=count, help="micro-batches a batch (default: by preset)")
     add("--seq-len", type=count, help="tokens a row (default: by preset)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
-    add("--arms", default=",".join(ARMS), help="names, most urgent first (default: all)")
-    add("--seeds", type=count, default=3, help="runs at the best rate (%(default)s)")
-    add("--reach", type=number(1.0), default=32.0, help="factor from the centre that ends a search")
-    add("--out", type=Path, default=records.RESULTS / "nano_moe.jsonl", help="JSON lines")
-    add("--time-limit", type=seconds, default=math.inf, help="seconds after which no run starts")
+    add_search_options(parser, ARMS, seeds=3, out=records.RESULTS / "nano_moe.jsonl")
     return parser
 
 
@@ -116,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is missing and prints the table; returns the exit status."""
     args = parser().parse_args(argv)
     names = args.arms.split(",")
-    for name in names:
-        if name not in ARMS:
-            sys.exit(f"error: no arm {name!r}; there are {', '.join(ARMS)}")
+    check_names(names, ARMS)
     task = make_task(args)
     decay = {"weight_decay": WEIGHT_DECAY, "clip": CLIP, "b2": B2}
     try:

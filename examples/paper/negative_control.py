@@ -17,7 +17,6 @@ augmentation, schedule and decay, and that every convolution and dense kernel is
 
 import argparse
 import dataclasses
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,11 +26,11 @@ import jax
 import optax
 
 from examples.llama.optimizers import path_string
-from examples.llama.options import Parser, number, seconds, whole
+from examples.llama.options import Parser, whole
 from examples.paper import records
-from examples.paper.arms import Arm, magma, plain, then
+from examples.paper.arms import Arm, check_names, magma, plain, then
 from examples.paper.baselines.controls import constant, constant_times_mask
-from examples.paper.in_process import execute
+from examples.paper.in_process import add_search_options, execute
 from examples.paper.negative_control_report import by_rate, table
 from examples.paper.sweep import Search
 from examples.paper.vision import images
@@ -77,7 +76,6 @@ def parser() -> Parser:
     parser = Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add, count = parser.add_argument, whole(1)
     add("--data", type=Path, help="CIFAR-10's folder, for Python or binary (default: digits)")
@@ -85,12 +83,8 @@ def parser() -> Parser:
     add("--epochs", type=count, default=30, help="(%(default)s)")
     add("--batch-size", type=count, help="images a step (digits: 32, CIFAR-10: 128)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
-    add("--arms", default=",".join(ARMS), help="names, most urgent first (default: all)")
-    add("--seeds", type=count, default=5, help="runs at the best rate (%(default)s)")
     add("--rates", type=numbers, default=[], help="also run all seeds at each of these, A,B,...")
-    add("--reach", type=number(1.0), default=32.0, help="factor from the centre that ends a search")
-    add("--out", type=Path, default=records.RESULTS / "negative_control.jsonl", help="JSON lines")
-    add("--time-limit", type=seconds, default=math.inf, help="seconds after which no run starts")
+    add_search_options(parser, ARMS, seeds=5, out=records.RESULTS / "negative_control.jsonl")
     return parser
 
 
@@ -103,9 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is missing and prints the table; returns the exit status."""
     args = parser().parse_args(argv)
     names = args.arms.split(",")
-    for name in names:
-        if name not in ARMS:
-            sys.exit(f"error: no arm {name!r}; there are {', '.join(ARMS)}")
+    check_names(names, ARMS)
     batch_size = args.batch_size or (32 if args.data is None else 128)
     task = Task(args.model, args.epochs, batch_size, warmup=0.05, dtype=args.dtype)
     try:

@@ -416,7 +416,6 @@ def parser() -> Parser:
     parser = Parser(
         prog="python -m examples.paper.quadratics",
         description="AdamW and Magma on two quadratics with the same eigenvalues.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--cases", nargs="+", choices=EIGENVALUES, default=list(EIGENVALUES))

@@ -388,7 +388,6 @@ def parser() -> Parser:
     parser = Parser(
         prog="python -m examples.paper.theory",
         description="Proposition 1 and the descent lemma on a small transformer.",
-        allow_abbrev=False,
     )
     add, count, positive = parser.add_argument, whole(1), number(0.0, above=True)
     add("--steps", type=count, default=200, help="of each training run (%(default)s)")

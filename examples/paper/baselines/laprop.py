@@ -2,6 +2,8 @@
 
 import optax
 
+from examples.llama.optimizers import rms
+
 
 def scale_by_laprop(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-15
@@ -30,6 +32,4 @@ def scale_by_laprop(
     References:
         Ziyin et al., `LaProp <https://arxiv.org/abs/2002.04839>`_, 2020.
     """
-    return optax.chain(
-        optax.scale_by_rms(b2, eps=eps, eps_in_sqrt=False, bias_correction=True), optax.ema(b1)
-    )
+    return optax.chain(rms(b2, eps), optax.ema(b1))
