@@ -56,11 +56,18 @@ def test_step_times_every_form_of_both_layouts(tmp_path, capsys):
     assert f"| tiny | {2 * 9 + 3} separate | adam | all |" in capsys.readouterr().out
 
 
-def test_train_times_the_whole_step_and_the_optimizer(tmp_path):
+def test_train_times_the_whole_step_and_the_optimizer(tmp_path, monkeypatch):
+    def run_and_pretend(arms, rounds, steps):
+        assert in_turns(arms, rounds, steps).keys() == arms.keys()  # they run
+        return {name: 2.0 if name.endswith("optimizer alone") else 8.0 for name in arms}
+
+    monkeypatch.setattr(optimizer, "in_turns", run_and_pretend)
     records = run(tmp_path, "--parts", "train")
     assert [r["settings"]["form"] for r in records] == ["bare", "skip_update", "with_magma"]
     for record in records:
         assert record["results"]["ms"] > record["results"]["optimizer_ms"] > 0
+        times = {"ms": 8.0, "ratio": 1.0, "optimizer_ms": 2.0, "optimizer_share": 0.25}
+        assert record["results"] == times
 
 
 def test_compile_times_are_of_the_asked_number_of_leaves(tmp_path):
