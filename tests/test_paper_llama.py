@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from matplotlib.figure import Figure
 
 from examples.llama.config import LlamaConfig
 from examples.llama.model import Llama, cross_entropy
@@ -197,6 +198,35 @@ def test_the_table_shows_medians_and_marks_edges():
     assert "| inside | 2 | yes | 2.5000 | 2.0000 to 9.0000 | 12.18 | 3 | 0.500 |" == lines[3]
     assert "diverged" in lines[4]
     assert summarise(found, "none") is None
+
+
+def test_the_figure_has_a_panel_for_each_base():
+    names = ["soap", "adam", "muon", "adam+magma", "adam/p=0.5/tau=2", "muon+skip"]
+    assert llama_report.families(names) == {
+        "adam": ["adam", "adam+magma", "adam/p=0.5/tau=2"],
+        "muon": ["muon", "muon+skip"],
+        "others": ["soap"],
+    }
+
+
+def test_a_diverging_rate_leaves_the_panel_and_hides_no_arm():
+    found = [
+        record("adam", rate, loss)
+        for rate, loss in [(1e-3, 4.0), (2e-3, 4.1), (4e-3, 9.0), (8e-3, math.inf)]
+    ]
+    found += [record("adam", 1e-3, 4.05, seed=1), record("adam+magma", 2e-3, 5.0)]
+    found += [record("adam+skip", 1e-3, math.inf)]
+    figure = Figure()
+    llama_report.draw(figure, found, "task")
+    (axes,) = figure.axes
+    assert 5.0 < axes.get_ylim()[1] < 9.0
+    lines = [line.get_xydata().tolist() for line in axes.lines]
+    assert lines == [
+        [[1e-3, 4.0], [2e-3, 4.1], [4e-3, 9.0]],
+        [[1e-3, 4.05]],
+        [[2e-3, 5.0]],
+        [],
+    ]
 
 
 def test_the_loss_curve_is_short_and_loses_nothing():

@@ -198,6 +198,8 @@ def test_the_papers_size_by_default():
     assert task.warmup == 2000
     short = nano_moe.parser().parse_args(["--preset", "paper", "--data", "x", "--steps", "2000"])
     assert nano_moe.make_task(short).warmup == 80
+    none = nano_moe.parser().parse_args(["--warmup", "0"])
+    assert nano_moe.make_task(none).warmup == 0
 
 
 # ---------------------------------------------------------------------------------------------

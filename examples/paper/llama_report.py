@@ -6,23 +6,25 @@ prints a table for each task in the file and draws the curves beside it.
 """
 
 import argparse
-import itertools
 import json
 import math
+import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 
 from examples.paper import records
-from examples.paper.sweep import Record, Row, losses, summarise
+from examples.paper.sweep import TUNED, Record, Row, losses, summarise
 
 OWN = ("arm", "learning_rate", "seed")  # settings of one run; the others are the task's
 HEAD = "| arm | best rate | interior | median loss | min to max | perplexity | seeds | alignment |"
+HEADROOM = 0.1  # of a panel, nats
 RULE = "|---|---|---|---|---|---|---|---|"
 
 
@@ -62,25 +64,57 @@ def arm_names(found: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(record["settings"]["arm"] for record in found))
 
 
-def draw(axes: Axes, found: Sequence[Record], title: str) -> None:
-    """Draws validation loss over learning rate, one line an arm, other seeds as points."""
-    markers, colors = itertools.cycle("osv^D<>pX"), itertools.cycle(colormaps["tab20"].colors)
-    for name in arm_names(found):
+def draw(figure: SubFigure, found: Sequence[Record], title: str) -> None:
+    """Draws validation loss over learning rate: a panel a base, a line an arm."""
+    panels = families(arm_names(found))
+    figure.suptitle(textwrap.fill(title, 110), fontsize="small")
+    axes = figure.subplots(math.ceil(len(panels) / 2), min(2, len(panels)), squeeze=False).ravel()
+    for ax in axes[len(panels) :]:
+        ax.set_visible(False)
+    kinds = {  # what is done to the base: it looks alike in all panels
+        name: name.removeprefix(family) for family, names in panels.items() for name in names
+    }
+    order = list(dict.fromkeys(kinds.values()))
+    styles = [*zip("osv^D<>pX*", colormaps["tab10"].colors, strict=True)]
+    style = {name: styles[order.index(kind) % len(styles)] for name, kind in kinds.items()}
+    for ax, (family, names) in zip(axes, panels.items(), strict=False):
+        draw_family(ax, found, {name: style[name] for name in names})
+        ax.set_title(family, fontsize="medium")
+
+
+def families(names: Sequence[str]) -> dict[str, list[str]]:
+    """Groups arms by their base; those that are alone on theirs share the last group."""
+    bases = [re.split("[+/]", name)[0] for name in names]
+    groups: dict[str, list[str]] = {base: [] for base in bases if bases.count(base) > 1}
+    for base, name in zip(bases, names, strict=True):
+        groups.setdefault(base if base in groups else "others", []).append(name)
+    return groups
+
+
+def draw_family(axes: Axes, found: Sequence[Record], style: Mapping[str, tuple[str, Any]]) -> None:
+    """Draws each arm's tuning seed as a line and the other seeds as points.
+
+    The panel ends a little above the best of the worst arm: diverging runs leave it.
+    """
+    worst, tried = -math.inf, set()
+    for name, (marker, color) in style.items():
         grid = {rate: loss for rate, loss in losses(found, name).items() if math.isfinite(loss)}
         rates = sorted(grid)
-        color = next(colors)
-        axes.plot(
-            rates, [grid[rate] for rate in rates], next(markers) + "-", color=color, label=name
-        )
+        worst = max([worst, *sorted(grid.values())[:1]])
+        tried.update(rates)
+        axes.plot(rates, [grid[rate] for rate in rates], marker=marker, color=color, label=name)
         others = [
             (record["settings"]["learning_rate"], float(record["results"]["valid_loss"]))
             for record in found
-            if record["settings"]["arm"] == name and record["settings"]["seed"] != 0
+            if record["settings"]["arm"] == name and record["settings"]["seed"] != TUNED
         ]
         axes.plot(*zip(*others, strict=True), ".", color=color) if others else None
     axes.set(xscale="log", xlabel="peak learning rate", ylabel="validation loss (nats a token)")
-    axes.set_title(textwrap.fill(title, 95), fontsize="small")
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.minorticks_off()
+    axes.set_xticks(sorted(tried), [f"{rate:g}" for rate in sorted(tried)])
+    if math.isfinite(worst):
+        axes.set_ylim(top=worst + HEADROOM)
+    axes.legend(fontsize="x-small")
 
 
 def by_task(found: Sequence[Record]) -> dict[str, list[Record]]:
@@ -101,12 +135,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = by_task(records.read(args.records))
     if not groups:
         sys.exit(f"error: {args.records} has no records")
-    figure = Figure(figsize=(8.5, 5 * len(groups)), layout="constrained")
-    panels = figure.subplots(len(groups), squeeze=False)[:, 0]
-    for axes, (task, found) in zip(panels, groups.items(), strict=True):
+    heights = [math.ceil(len(families(arm_names(found))) / 2) for found in groups.values()]
+    figure = Figure(figsize=(10, 4 * sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(groups), squeeze=False, height_ratios=heights)[:, 0]
+    for part, (task, found) in zip(parts, groups.items(), strict=True):
         title = ", ".join(f"{name} {value}" for name, value in json.loads(task).items())
         print(f"{title}\n\n{table(found)}\n")
-        draw(axes, found, title)
+        draw(part, found, title)
     path = args.figure or args.records.with_suffix(".png")
     figure.savefig(path, dpi=120)
     print(f"curves: {path}")

@@ -93,10 +93,11 @@ def make_task(args: argparse.Namespace) -> Task:
     """Fills in what the options leave to the preset and the platform."""
     recipe = RECIPES[args.preset]
     steps = args.steps or recipe.steps
+    warmup = max(1, recipe.warmup * steps // recipe.steps) if args.warmup is None else args.warmup
     return Task(
         args.preset,
         steps=steps,
-        warmup=args.warmup or max(1, recipe.warmup * steps // recipe.steps),
+        warmup=warmup,
         batch_size=args.batch_size or recipe.batch_size,
         accumulate=args.accumulate or recipe.accumulate,
         seq_len=args.seq_len or recipe.seq_len,
