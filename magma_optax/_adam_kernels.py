@@ -6,7 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # Deprecated in jax 0.11. Without it `fused_adam` takes its plain path.
+    triton = None
 
 TILE, WARPS = 1024, 4  # Elements and warps of one program of a kernel.
 INTERPRET = False  # For tests: run the kernels, interpreted, on any device.
@@ -88,7 +92,7 @@ def launch(kernel, cut, updated, read, per_block=(), sums=0):
         out_specs.append(pl.BlockSpec((sums, None, None), lambda i, row: (0, row, i)))
 
     def body(*refs):
-        load, store = plgpu.load, plgpu.store
+        load, store = triton.load, triton.store
         if length % size:  # Without a mask Triton reads and writes past the end of a block.
             inside = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32) < length
             load = functools.partial(load, mask=inside, other=0.0)
@@ -102,7 +106,7 @@ def launch(kernel, cut, updated, read, per_block=(), sums=0):
         out_specs=out_specs,
         out_shape=out_shape,
         input_output_aliases={n: n for n in range(len(updated))},
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS),
+        compiler_params=triton.CompilerParams(num_warps=WARPS),
         interpret=INTERPRET,
         name=f"fused_adam_{kernel.__name__}",
     )(*arrays)

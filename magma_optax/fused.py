@@ -56,7 +56,8 @@ def fused_adam(
 
     Does what ``with_magma(optax.adam(...), ...)`` and ``optax.apply_updates`` do, or
     ``optax.chain(optax.adam(...), skip_update(...))`` and that: on the same state, with the same
-    coins, up to the rounding of float32. On other devices than NVIDIA GPUs it is just these.
+    coins, up to the rounding of float32. On other devices than NVIDIA GPUs, and where JAX has no
+    Triton backend for Pallas, which jax 0.11 deprecates with a warning, it is just these.
 
     Call it under ``jit`` with state and parameters donated, on one device, on replicated parameters
     or inside ``shard_map``. **The kernels are not partitioned: of parameters that are sharded under
@@ -159,6 +160,8 @@ def fused_adam(
         masked(grads, state, params)  # Refuses the same on all devices.
         if _adam_kernels.INTERPRET:
             return fused_step(grads, state, params)
+        if _adam_kernels.triton is None:
+            return plain_step(grads, state, params)
         return jax.lax.platform_dependent(grads, state, params, cuda=fused_step, default=plain_step)
 
     return FusedAdam(init, update_and_apply, plain)

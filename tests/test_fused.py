@@ -25,6 +25,11 @@ from sharded import P, make_mesh, state_specs
 from magma_optax import _adam_kernels, skip_update, stacked, with_magma
 from magma_optax.fused import fused_adam
 
+# From jax 0.11 on, when a kernel is lowered.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
 SHAPES = {"over": (1025,), "odd": (3, 5, 7), "none": (0, 3)}  # A tile is 1,024 elements.
 MASKINGS = ("magma", "skip_update")
 LR = 1e-2
@@ -164,6 +169,17 @@ def test_without_such_a_gpu_it_is_the_plain_transformation(case, compile):
     expected = run([compile(apply_with(tx))] * 4, tx.init(PARAMS))
     actual = run([compile(optimizer.update_and_apply)] * 4, optimizer.init(PARAMS))
     chex.assert_trees_all_equal(actual, expected)
+
+
+@pytest.mark.parametrize("masking", MASKINGS)
+def test_without_a_triton_backend_it_is_the_plain_transformation(masking, monkeypatch):
+    tx, optimizer = transformation(masking), fused_adam(LR, masking=masking)
+    state = optimizer.init(PARAMS)
+    monkeypatch.setattr(_adam_kernels, "triton", None)
+    steps = [jax.jit(optimizer.update_and_apply)] * 4
+    chex.assert_trees_all_equal(run(steps, state), run([jax.jit(apply_with(tx))] * 4, state))
+    traced = steps[0].trace(GRADS[0], state, PARAMS)
+    assert "pallas_call" not in str(traced.jaxpr)
 
 
 @pytest.mark.parametrize("masking", MASKINGS)
