@@ -5,9 +5,11 @@ import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-# Shared by the workers of pytest-xdist and by subprocesses.
-_CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+_ROOT = pathlib.Path(__file__).parents[1]
+# For the processes that tests start.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+# Shared by these and by the workers of pytest-xdist.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 import jax  # noqa: E402

@@ -150,7 +150,7 @@ def test_every_slice_along_leading_axes_is_a_block(masking, blocks, shape, inter
 def test_kernels_on_a_gpu():
     """The cases above, not interpreted; in a process of its own, as this one has CPUs."""
     script = pathlib.Path(__file__).with_name("fused_on_gpu.py")
-    env = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(script.parents[1])}
+    env = os.environ | {"JAX_PLATFORMS": "cuda"}
     subprocess.run([sys.executable, str(script)], env=env, check=True)
 
 

@@ -44,7 +44,6 @@ def start(folder, corpus, hosts, devices, *more, die_at=0):
     env = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "error",
     }
 

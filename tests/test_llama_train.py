@@ -350,8 +350,7 @@ def test_scores_are_in_layer_order():
 def start(argv, prefix=(), **env):
     """Starts the trainer with one device."""
     command = [*prefix, sys.executable, "-m", "examples.llama.train", *argv]
-    ours = {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    env = os.environ | ours | env
+    env = os.environ | {"XLA_FLAGS": "", "PYTHONWARNINGS": "error"} | env
     return subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
