@@ -311,15 +311,16 @@ def key(record: dict[str, Any], **changes: Any) -> str:
     return repr(sorted((record["settings"] | changes).items()))
 
 
+def size(record: dict[str, Any]) -> tuple[int, int, int]:
+    """How much a record's runs are: steps, seeds and number of rates."""
+    s = record["settings"]
+    return s["steps"], s["seeds"], len(s["rates"])
+
+
 def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
-    """Draws the longest recorded runs: loss and both condition numbers of every arm."""
-    longest = max(record["settings"]["steps"] for record in recorded)
-    most = max(r["settings"]["seeds"] for r in recorded if r["settings"]["steps"] == longest)
-    drawn = [
-        record
-        for record in recorded
-        if (record["settings"]["steps"], record["settings"]["seeds"]) == (longest, most)
-    ]
+    """Draws the largest recorded runs: loss and both condition numbers of every arm."""
+    largest = max(map(size, recorded))
+    drawn = [record for record in recorded if size(record) == largest]
     rows = {
         "loss_over_time": "loss",
         "diagonal_over_time": "max / median |diag H|",
@@ -345,7 +346,7 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
             axes[0, column].set_title(f"{tails} tails")
             axes[0, column].legend(fontsize="x-small")
             axes[-1, column].set_xlabel("step")
-    figure.suptitle(f"Linear transformer, median of {most} seeds (quartiles of two arms)")
+    figure.suptitle(f"Linear transformer, median of {largest[1]} seeds (quartiles of two arms)")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "linear_transformer.png"
     figure.savefig(path, dpi=62)
