@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.experimental import pallas as pl
 try:
     from jax.experimental.pallas import triton
 except ImportError:  # Deprecated in jax 0.11. Without it `fused_adam` takes its plain path.
-    triton = None
+    triton: Any = None
 
 TILE, WARPS = 1024, 4  # Elements and warps of one program of a kernel.
 INTERPRET = False  # For tests: run the kernels, interpreted, on any device.
