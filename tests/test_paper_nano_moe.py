@@ -68,7 +68,8 @@ def params():
 
 def test_the_papers_arms_and_their_controls_are_there():
     assert set(ARMS) >= {"adam", "c_adam", "adam+magma", "adam+magma/expert", "muon", "muon+magma"}
-    assert set(ARMS) >= {"adam+constant", "muon+constant"}
+    controls = ["constant", "constant*mask", "damping"]
+    assert set(ARMS) >= {f"{base}+{control}" for base in ["adam", "muon"] for control in controls}
 
 
 def test_all_arms_share_one_grid_which_has_nanomoes_rate():
@@ -133,7 +134,7 @@ def test_every_arm_learns(trainer, name):
     assert not results["diverged"] and results["valid_loss"] < math.log(257)
     assert results["steps"] == 20 and results["perplexity"] == math.exp(results["valid_loss"])
     assert 0 <= results["dropped"] < 1 and 1 / 4 <= results["busiest"] <= 1 / 2
-    assert (results["alignment"] is not None) == ("magma" in name)
+    assert (results["alignment"] is not None) == ("magma" in name or "damping" in name)
 
 
 def test_rate_and_seed_are_in_the_state_of_one_compiled_step(trainer):

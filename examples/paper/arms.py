@@ -79,14 +79,11 @@ def magma(base: Base, where: Any = attention_and_mlp, **options: Any) -> Build:
     return build
 
 
-def family(name: str, centre: float) -> dict[str, Arm]:
+def family(name: str, base: Base, centre: float) -> dict[str, Arm]:
     """A base, the paper's two maskings of it, and the controls.
 
     The search of whatever shrinks updates begins at twice the base's rate.
     """
-
-    def base() -> optax.GradientTransformation:
-        return direction(name)
 
     def skip(key: ArrayLike) -> optax.GradientTransformation:
         return skip_update(0.5, where=attention_and_mlp, key=key)
@@ -156,10 +153,10 @@ def apollo_sgg() -> optax.GradientTransformation:
 
 
 ARMS: dict[str, Arm] = {
-    **family("adam", 2e-3),
-    **family("rmsprop", 2e-3),
-    **family("laprop", 2e-3),
-    **family("muon", 4e-3),
+    **family("adam", adam, 2e-3),
+    **family("rmsprop", lambda: direction("rmsprop"), 2e-3),
+    **family("laprop", lambda: direction("laprop"), 2e-3),
+    **family("muon", lambda: direction("muon"), 4e-3),
     "c_adam": Arm(plain(scale_by_c_adam), 2e-3),
     "adam+sgg": Arm(plain(adam_sgg), 2e-3),
     "adafactor": Arm(plain(lambda: direction("adafactor")), 4e-3),

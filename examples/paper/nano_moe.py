@@ -26,9 +26,8 @@ from examples.llama.options import Parser, whole
 from examples.nanomoe.config import PRESETS, RECIPES
 from examples.nanomoe.train import expert_axis, matrices
 from examples.paper import records
-from examples.paper.arms import MEAN_MULTIPLIER, Arm, Base, Build, check_names, magma, plain, then
+from examples.paper.arms import Arm, Base, Build, check_names, family, magma, plain
 from examples.paper.baselines.c_adam import scale_by_c_adam
-from examples.paper.baselines.controls import constant
 from examples.paper.in_process import add_search_options, execute
 from examples.paper.llama_report import table
 from examples.paper.nano_moe_run import Task, Trainer
@@ -58,16 +57,13 @@ adam = decayed(lambda: direction("adam", B2))
 c_adam = decayed(lambda: scale_by_c_adam(b2=B2))
 muon = decayed(lambda: direction("muon", B2))
 
-ARMS = {
-    "adam": Arm(clipped(plain(adam)), CENTRE),
-    "adam+magma": Arm(clipped(magma(adam)), 2 * CENTRE),
-    "adam+magma/expert": Arm(clipped(magma(adam, blocks=expert_axis)), 2 * CENTRE),
-    "adam+constant": Arm(clipped(then(adam, lambda _: constant(MEAN_MULTIPLIER))), 2 * CENTRE),
-    "c_adam": Arm(clipped(plain(c_adam)), CENTRE),
-    "muon": Arm(clipped(plain(muon)), 2 * CENTRE),
-    "muon+magma": Arm(clipped(magma(muon)), 4 * CENTRE),
-    "muon+constant": Arm(clipped(then(muon, lambda _: constant(MEAN_MULTIPLIER))), 4 * CENTRE),
+DIRECTIONS = {
+    **family("adam", adam, CENTRE),
+    "adam+magma/expert": Arm(magma(adam, blocks=expert_axis), 2 * CENTRE),
+    "c_adam": Arm(plain(c_adam), CENTRE),
+    **family("muon", muon, 2 * CENTRE),
 }
+ARMS = {name: Arm(clipped(arm.build), arm.centre) for name, arm in DIRECTIONS.items()}
 
 
 def parser() -> Parser:
