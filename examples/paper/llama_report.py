@@ -78,8 +78,12 @@ def draw(figure: SubFigure, found: Sequence[Record], title: str) -> None:
     styles = [*zip("osv^D<>pX*", colormaps["tab10"].colors, strict=True)]
     style = {name: styles[order.index(kind) % len(styles)] for name, kind in kinds.items()}
     for ax, (family, names) in zip(axes, panels.items(), strict=False):
+        names = sorted(names, key=lambda name: order.index(kinds[name]))
         draw_family(ax, found, {name: style[name] for name in names})
-        ax.set_title(family, fontsize="medium")
+        # Above the panel: within, it covers lines.
+        ax.legend(
+            title=family, fontsize="x-small", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1)
+        )
 
 
 def families(names: Sequence[str]) -> dict[str, list[str]]:
@@ -114,7 +118,6 @@ def draw_family(axes: Axes, found: Sequence[Record], style: Mapping[str, tuple[s
     axes.set_xticks(sorted(tried), [f"{rate:g}" for rate in sorted(tried)])
     if math.isfinite(worst):
         axes.set_ylim(top=worst + HEADROOM)
-    axes.legend(fontsize="x-small")
 
 
 def by_task(found: Sequence[Record]) -> dict[str, list[Record]]:
