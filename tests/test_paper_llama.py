@@ -165,6 +165,20 @@ def test_a_fixed_rate_is_not_searched():
     assert runs == [Run("a", 1e-3, seed) for seed in range(3)]
 
 
+def test_the_command_line_says_where_searches_begin_or_which_rates_are_run():
+    def searches(*options):
+        args = llama_c4.parser().parse_args(["--seeds", "2", *options])
+        return llama_c4.make_searches(args, ARMS, ["adam", "muon"])
+
+    ours = ARMS["muon"].centre
+    assert searches("--centre", "adam=0.03") == [Search("adam", 0.03, 2), Search("muon", ours, 2)]
+    fixed = searches("--fixed-rate", "1e-3", "0.064")
+    assert [(s.arm, s.centre) for s in fixed] == [
+        (arm, rate) for rate in (1e-3, 0.064) for arm in ("adam", "muon")
+    ]
+    assert all(search.fixed and search.seeds == 2 for search in fixed)
+
+
 def test_arms_come_in_the_order_given():
     searches = [Search("b", 0.004), Search("a", 0.004)]
     assert [run.arm for run in missing_of_all(searches, [])] == ["b"] * 3 + ["a"] * 3

@@ -52,7 +52,10 @@ def parser(description: str | None = __doc__) -> Parser:
     add(
         "--centre", type=centre, action="append", default=[], metavar="ARM=RATE", help="begin there"
     )
-    add("--fixed-rate", type=positive, help="run every arm at this learning rate, without a search")
+    add(
+        "--fixed-rate", type=positive, nargs="+", default=[], metavar="RATE",
+        help="run every arm at each of these learning rates, without a search",
+    )  # fmt: skip
     add("--out", type=Path, help="JSON lines (default: examples/paper/results/llama_SIZE.jsonl)")
     add("--time-limit", type=seconds, default=math.inf, help="seconds; no run ends later")
     return parser
@@ -102,23 +105,19 @@ def make_task(args: argparse.Namespace, platform: str) -> Task:
 def make_searches(
     args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str]
 ) -> list[Search]:
-    """Returns each arm's search.
+    """Returns each arm's search, or one for each of its fixed rates.
 
     Raises:
         SystemExit: For an arm that doesn't exist.
     """
     centres = dict(args.centre)
     check_names([*names, *centres], arms)
-    fixed = args.fixed_rate is not None
+    if args.fixed_rate:
+        return [
+            Search(name, rate, args.seeds, fixed=True) for rate in args.fixed_rate for name in names
+        ]
     return [
-        Search(
-            name,
-            args.fixed_rate if fixed else centres.get(name, arms[name].centre),
-            args.seeds,
-            args.reach,
-            fixed,
-        )
-        for name in names
+        Search(name, centres.get(name, arms[name].centre), args.seeds, args.reach) for name in names
     ]
 
 
