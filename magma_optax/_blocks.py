@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -44,10 +44,16 @@ class stacked:
     axis_name: str | Sequence[str | None] | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        axes = _as_tuple(self.axis)
-        if not axes or not all(isinstance(a, int) for a in axes):
+        axes = _axes_of("stacked: axis", self.axis)
+        if not axes:
             raise TypeError(f"stacked: axis must be an int or ints, got {self.axis!r}")
-        if self.axis_name is not None and len(axes) != len(_as_tuple(self.axis_name)):
+        names = _as_tuple(self.axis_name)
+        if not all(name is None or isinstance(name, str) for name in names):
+            raise TypeError(
+                "stacked: axis_name must be one mesh axis, or None, for each axis, got "
+                f"{self.axis_name!r}"
+            )
+        if self.axis_name is not None and len(axes) != len(names):
             raise ValueError(
                 f"stacked: axis {self.axis!r} and axis_name {self.axis_name!r} differ in length: "
                 "give one mesh axis name, or None, for each axis"
@@ -136,9 +142,16 @@ def find_blocks(tree: Any, where: Where | None, blocks: str | BlockAxes) -> dict
 def _selector(where: Where | None) -> Callable[[str, jax.ShapeDtypeStruct], Any]:
     if where is None:
         return lambda path, leaf: True
-    if callable(where):
+    # An Equinox module of bools can be called too, but its leaves cannot.
+    if callable(where) and all(map(callable, jax.tree.leaves(where))):
         return where
     mask = leaves_by_path(where)
+    for path, value in mask.items():
+        if jnp.shape(value) != () or np.asarray(value).dtype != np.bool_:
+            raise TypeError(
+                "`where` must be a predicate (path, leaf) -> bool or a tree of bools, got "
+                f"{value!r}{f' at {path!r}' if path else ''}"
+            )
 
     def selects(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
         prefix = path
@@ -154,7 +167,7 @@ def _selector(where: Where | None) -> Callable[[str, jax.ShapeDtypeStruct], Any]
 def _cut(path: str, leaf: jax.ShapeDtypeStruct, blocks: str | BlockAxes) -> Blocks:
     ndim = len(leaf.shape)
     axes = GRANULARITIES[blocks](ndim) if isinstance(blocks, str) else blocks(path, leaf)
-    axes = _as_tuple(axes)
+    axes = _axes_of(f"blocks: the axes of {path!r}", axes)
     names = _as_tuple(getattr(blocks, "axis_name", None) or (None,) * len(axes))
     if not all(-ndim <= axis < ndim for axis in axes):
         raise ValueError(f"blocks: axes {axes} are out of range for {path!r} of shape {leaf.shape}")
@@ -163,6 +176,13 @@ def _cut(path: str, leaf: jax.ShapeDtypeStruct, blocks: str | BlockAxes) -> Bloc
         raise ValueError(f"blocks: axes {axes} repeat one axis of {path!r} of shape {leaf.shape}")
     shape = tuple(leaf.shape[axis] for axis in named)
     return Blocks(tuple(named), shape, ndim, tuple(named.values()))
+
+
+def _axes_of(name: str, value: Any) -> tuple[int, ...]:
+    axes = tuple(value) if isinstance(value, Iterable) else (value,)
+    if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in axes):
+        raise TypeError(f"{name} must be an int or ints, got {value!r}")
+    return tuple(map(int, axes))
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -25,14 +25,21 @@ def raw_key(key: ArrayLike) -> np.ndarray | jax.Array:
 
     Raises:
       TypeError: not one of these.
+      ValueError: an int of more than 64 bits.
     """
     if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        key = int(key)
+        if not -(2**63) <= key < 2**64:
+            raise ValueError(f"key must be an int of up to 64 bits, got {key}")
         return np.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], np.uint32)
     array = key if isinstance(key, jax.Array | np.ndarray) else None
     if array is not None and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     elif array is not None and array.shape == () and jnp.issubdtype(array.dtype, jnp.integer):
-        array = jnp.stack([jnp.zeros((), jnp.uint32), array.astype(jnp.uint32)])
+        if not isinstance(array, Tracer):
+            return raw_key(int(array))
+        high = array >> 32 if array.dtype.itemsize == 8 else -(array < 0).astype(jnp.int32)
+        array = jnp.stack([high.astype(jnp.uint32), array.astype(jnp.uint32)])
     if array is None or array.dtype != jnp.uint32 or array.shape not in [(2,), (4,)]:
         raise TypeError(
             "key must be an int, a jax.random.key or raw uint32 key data of shape (2,), got "

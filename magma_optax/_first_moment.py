@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.tree_util import GetAttrKey
 
 from magma_optax._paths import path_string
 
@@ -92,11 +93,11 @@ def _find_emas(update: Callable[..., Any], treedef: Any, avals: tuple[Any, ...])
         closed = jax.make_jaxpr(lambda g, s, p: update(g, s, p)[1])(gradients, state, gradients)
     except Exception:  # A fault of the base itself shows again at the real update.
         return {}
-    paths = _paths(gradients)
+    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(gradients)]
     values: list[_Value] = [_Linear({~n: _Number(1.0, True)}) for n in range(len(paths))]
     values += [
         _state_input(n, path, aval)
-        for n, (path, aval) in enumerate(zip(_paths(state), inputs[len(paths) :], strict=True))
+        for n, (path, aval) in enumerate(jax.tree_util.tree_leaves_with_path(state))
     ]
     values += [_Other(False)] * len(paths)
 
@@ -111,12 +112,8 @@ def _find_emas(update: Callable[..., Any], treedef: Any, avals: tuple[Any, ...])
     return found
 
 
-def _paths(tree: Any) -> list[str]:
-    return [path_string(key_path) for key_path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _state_input(index: int, path: str, aval: jax.ShapeDtypeStruct) -> _Value:
-    if "hyperparams" in path.split("/"):  # optax.inject_hyperparams: numbers that a person set
+def _state_input(index: int, path: Sequence[Any], aval: jax.ShapeDtypeStruct) -> _Value:
+    if GetAttrKey("hyperparams") in path:  # optax.inject_hyperparams: numbers that a person set
         return _Number(None, True)
     if jnp.issubdtype(aval.dtype, jnp.inexact):
         return _Linear({index: _Number(1.0, True)})
@@ -199,7 +196,10 @@ def _constant(value: Any) -> _Value:
         return _Other(True)
     if isinstance(value, Tracer) or jnp.iscomplexobj(value):  # a hyperparameter under vmap or grad
         return _Number(None, True)
-    return _Number(float(value), True)
+    try:
+        return _Number(float(value), True)
+    except TypeError:  # A typed key, a reference or a float0: no number.
+        return _Other(False)
 
 
 def _fold(op: Callable[[float, float], float], x: _Number, y: _Number) -> _Number:

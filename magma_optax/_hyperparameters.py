@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from magma_optax._blocks import GRANULARITIES, AxisName, BlockAxes, Blocks, Where, find_blocks
@@ -44,7 +45,8 @@ class Hyperparameters:
         for name in ("damping", "rescale"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not callable(self.blocks) and self.blocks not in GRANULARITIES:
+        granularity = isinstance(self.blocks, str) and self.blocks in GRANULARITIES
+        if not (granularity or callable(self.blocks)):
             raise ValueError(
                 f"blocks must be one of {', '.join(map(repr, GRANULARITIES))} or a function "
                 f"(path, leaf) -> axes such as stacked(0), got {self.blocks!r}"
@@ -61,20 +63,30 @@ class Hyperparameters:
         return find_blocks(tree, self.where, self.blocks)
 
 
-def at_step(value: ArrayLike | Schedule | str, step: jax.Array) -> jax.Array:
-    """Value of a number or a schedule at ``step``; float32 (), whatever its own dtype."""
-    return jnp.asarray(value(step) if callable(value) else value, jnp.float32)
+def at_step(name: str, value: ArrayLike | Schedule | str, step: jax.Array) -> jax.Array:
+    """Value of a number or a schedule at ``step``; float32 (), whatever its own dtype.
+
+    Raises:
+      ValueError: the schedule ``name`` returned something else than one number.
+    """
+    number = jnp.asarray(value(step) if callable(value) else value, jnp.float32)
+    if number.shape != ():
+        raise ValueError(f"{name} must be one number, its schedule gave an array {number.shape}")
+    return number
 
 
 def _check_number(
     name: str, value: Any, holds: Callable[[Any], bool], says: str, schedule: bool = True
 ) -> None:
-    """Refuse wrong numbers; schedules and JAX arrays, which may be traced, pass."""
-    if isinstance(value, jax.Array) or (schedule and callable(value)):
+    """Refuse wrong numbers; of schedules and traced numbers the value is not known yet."""
+    if schedule and callable(value):
         return
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number | np.ndarray):
+    known = int | float | np.number | np.ndarray | jax.Array
+    if isinstance(value, bool) or not isinstance(value, known):
         kinds = "a number or a schedule" if schedule else "a number"
         kinds += ' or "alignment"' if name == "survival_prob" else ""
         raise TypeError(f"{name} must be {kinds}, got {value!r}")
-    if not holds(value):  # Also refuses NaN.
+    if np.shape(value) != ():
+        raise ValueError(f"{name} must be one number, got an array of shape {np.shape(value)}")
+    if not isinstance(value, Tracer) and not holds(float(value)):  # Also refuses NaN.
         raise ValueError(f"{name} must be {says}, got {value!r}")

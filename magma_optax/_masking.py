@@ -34,7 +34,8 @@ def score_and_toss(
       s_t (float32), m_t (bool) and the factor of a surviving update (float32; s_t with damping,
       over p if rescaled; None for neither), each by path.
     """
-    tau, decay = at_step(hp.temperature, state.step), at_step(hp.score_decay, state.step)
+    tau = at_step("temperature", hp.temperature, state.step)
+    decay = at_step("score_decay", hp.score_decay, state.step)
     rest = 1 - decay
     scores, probabilities = {}, {}
     for path, cosine in cosines.items():
@@ -46,7 +47,8 @@ def score_and_toss(
         if isinstance(hp.survival_prob, str):
             probabilities[path] = jnp.where(finite, alignment, previous)
     if not isinstance(hp.survival_prob, str):
-        probabilities = dict.fromkeys(blocks, at_step(hp.survival_prob, state.step))
+        p = at_step("survival_prob", hp.survival_prob, state.step)
+        probabilities = dict.fromkeys(blocks, p)
 
     coins = toss(state, blocks, probabilities)
     return scores, coins, {path: _factor(hp, scores[path], probabilities[path]) for path in blocks}

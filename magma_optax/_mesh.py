@@ -1,5 +1,7 @@
 """What JAX's types tell of devices: shardings on Explicit meshes, variation in ``shard_map``."""
 
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import NamedSharding
 
@@ -10,6 +12,12 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     Empty where JAX does not track them: with ``check_vma=False`` and outside ``shard_map``.
     """
     return jax.typeof(x).manual_axis_type.varying
+
+
+def vary_like(leaf: jax.Array, scores: jax.Array, axis_names: Sequence[str | None]) -> jax.Array:
+    """Let the first scores of ``leaf`` differ along those ``axis_names`` along which it does."""
+    axes = varying_axes(leaf).intersection(axis_names) if any(axis_names) else ()
+    return jax.lax.pcast(scores, tuple(axes), to="varying") if axes else scores
 
 
 def typed_like(path: str, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -24,9 +24,9 @@ def init_momentum(params: Any, paths: Iterable[str], dtype: Any = None) -> Any:
 
 
 def _dtype_for(leaf: Any, dtype: Any) -> Any:
-    if dtype is None or not jnp.iscomplexobj(leaf):
-        return dtype
-    return jnp.promote_types(dtype, jnp.complex64)
+    if dtype is None:
+        return jnp.result_type(leaf)  # Said, so that of a weakly typed leaf it is strong.
+    return jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(leaf) else dtype
 
 
 def replace_momentum(momentum: Any, new: dict[str, jax.Array]) -> Any:
@@ -50,11 +50,15 @@ def match_blocks(tree: Any, updates: Any, paths: Iterable[str], name: str) -> di
     for path in paths:
         if path not in leaves:
             others = [p for p in leaves if p not in shapes] or list(leaves)
+            wrappers = (
+                "; inside wrappers that rearrange them (optax.flatten, split_real_and_imaginary) "
+                "use with_magma"
+            )
             instead = f"; it has {others[0]!r}, which they do not" if others else ", which is empty"
             raise ValueError(
                 f"`{name}` differs from the updates, first at {path!r}: there is no such leaf in "
-                f"`{name}`{instead}. It must have the structure of the updates; inside wrappers "
-                "that rearrange them (optax.flatten, split_real_and_imaginary) use with_magma"
+                f"`{name}`{instead}. It must have the structure of the updates"
+                f"{wrappers if name == 'grad' else ''}"
             )
         if jnp.shape(leaves[path]) != jnp.shape(shapes[path]):
             raise ValueError(

@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from magma_optax._paths import path_string
 
 # Modules that hold the matrices, in lower case and without a counter ("MlpBlock_0" -> "mlpblock").
@@ -70,7 +72,7 @@ def attention_and_mlp(path: str | Sequence[Any], leaf: Any = None) -> bool:
 
 
 def _is_matrix_in(modules: frozenset[str], path: str | Sequence[Any], leaf: Any) -> bool:
-    if leaf is not None and len(leaf.shape) < 2:
+    if leaf is not None and len(np.shape(leaf)) < 2:
         return False
     if not isinstance(path, str):
         path = path_string(path)

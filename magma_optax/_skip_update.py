@@ -65,7 +65,7 @@ def skip_update(
         del params, extra_args
         check_kind(state, MagmaState)
         cuts = hp.find_blocks(updates)
-        p = at_step(hp.survival_prob, state.step)
+        p = at_step("survival_prob", hp.survival_prob, state.step)
         coins = toss(state, cuts, dict.fromkeys(cuts, p))
         masked = mask_updates(updates, cuts, coins, dict.fromkeys(cuts, 1 / p))
         return masked, state._replace(step=next_step(state.step))

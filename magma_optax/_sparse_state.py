@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from magma_optax._blocks import Blocks
-from magma_optax._paths import leaves_by_path
+from magma_optax._paths import leaves_by_path, map_by_path
 
 
 def hold_dropped(
@@ -41,18 +41,16 @@ def find_owners(
     Raises:
       ValueError: blocks lie within a leaf, but its state is not shaped like it (factored moments).
     """
-    marks = optax.tree.map_params(
+    names = optax.tree.map_params(
         inner,
-        lambda _: True,
+        lambda copy: map_by_path(lambda path, _: path, copy),
         state,
         transform_non_params=lambda other: jax.tree.map(lambda _: False, other),
+        is_leaf=lambda _: True,  # The function gets a whole copy of the parameters' tree.
     )
     shapes = {path: jnp.shape(leaf) for path, leaf in leaves_by_path(params).items()}
     owners: list[str | None] = []
-    for (path, leaf), mark in zip(
-        leaves_by_path(state).items(), jax.tree.leaves(marks), strict=True
-    ):
-        owner = _longest_suffix(path, shapes) if mark else None
+    for owner, leaf in zip(jax.tree.leaves(names), jax.tree.leaves(state), strict=True):
         owners.append(owner if owner in blocks else None)
         if owner in blocks and blocks[owner].axes and jnp.shape(leaf) != shapes[owner]:
             raise ValueError(
@@ -60,12 +58,6 @@ def find_owners(
                 f"shape {shapes[owner]}, which cannot be held block by block: use blocks='leaf'"
             )
     return owners
-
-
-def _longest_suffix(path: str, names: Any) -> str | None:
-    parts = path.split("/")
-    suffixes = ("/".join(parts[n:]) for n in range(len(parts) + 1))
-    return next((suffix for suffix in suffixes if suffix in names), None)
 
 
 def _coin(cut: Blocks, coin: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from magma_optax._blocks import Blocks
+from magma_optax._mesh import vary_like
+from magma_optax._paths import leaves_by_path
 
 
 class MagmaState(NamedTuple):
@@ -35,9 +37,11 @@ def init_state(
 ) -> MagmaState:
     """Build the state before the first update, in buffers that nothing else holds."""
     score = jnp.asarray(initial_score, jnp.float32)
+    leaves = leaves_by_path(params)
     # Copies: two leaves must not share a buffer, or they cannot be donated.
     alignment: Any = {
-        path: jnp.array(jnp.broadcast_to(score, cut.shape)) for path, cut in blocks.items()
+        path: vary_like(leaves[path], jnp.array(jnp.broadcast_to(score, cut.shape)), cut.axis_names)
+        for path, cut in blocks.items()
     }
     if not jax.tree.leaves(params):
         # What `optax.tree.map_params` passes to find parameter-shaped parts. One leaf here marks
@@ -68,10 +72,10 @@ def check_state(state: MagmaState, blocks: dict[str, Blocks]) -> None:
             "`blocks`. Call init with these, or see the docs on adding parameters to a checkpoint"
         )
     for path, cut in blocks.items():
-        if scores[path].shape != cut.shape:
+        if (shape := jnp.shape(scores[path])) != cut.shape:
             raise ValueError(
-                f"{path!r} has scores of shape {scores[path].shape} in the state but blocks of "
-                f"shape {cut.shape} in the updates: the state comes from another `blocks` or shape"
+                f"{path!r} has scores of shape {shape} in the state but blocks of shape "
+                f"{cut.shape} in the updates: the state comes from another `blocks` or shape"
             )
 
 
@@ -87,8 +91,8 @@ def summarize(opt_state: Any) -> dict[str, jax.Array]:
 
     Returns:
       ``alignment_mean``, ``alignment_min``, ``alignment_max``: float32 (), over all blocks of all
-      Magma transformations; ``num_blocks``: int32 (). An empty dict where there are no scores:
-      `skip_update` keeps none, as it never looks at the gradient.
+      Magma transformations; ``num_blocks``: int32 (), at most 2**31 - 1. An empty dict where there
+      are no scores: `skip_update` keeps none, as it never looks at the gradient.
     """
     found = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, MagmaState))
     scores = [
@@ -102,10 +106,10 @@ def summarize(opt_state: Any) -> dict[str, jax.Array]:
     # Leaf by leaf first: scores may be sharded, each in its own way.
     size = sum(score.size for score in scores)
     return {
-        "alignment_mean": jnp.sum(jnp.stack([jnp.sum(score) for score in scores])) / size,
+        "alignment_mean": jnp.sum(jnp.stack([jnp.sum(score) for score in scores])) / float(size),
         "alignment_min": jnp.min(jnp.stack([jnp.min(score) for score in scores])),
         "alignment_max": jnp.max(jnp.stack([jnp.max(score) for score in scores])),
-        "num_blocks": jnp.asarray(size, jnp.int32),
+        "num_blocks": jnp.asarray(min(size, 2**31 - 1), jnp.int32),
     }
 
 

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
@@ -83,7 +84,8 @@ def with_magma(
         (and Magma's own EMA) does not advance on that step. Its score does.
 
     Returns:
-      A transformation with a `WithMagmaState`; extra arguments go to ``inner``.
+      A transformation whose state is a tuple of a `MagmaState`, ``magma``, and the base's state,
+      ``inner_state``; extra arguments go to ``inner``.
 
     Raises:
       ValueError: as `magma`; or, with ``sparse_state``, blocks within a leaf of which ``inner``
@@ -102,6 +104,8 @@ def with_magma(
             'first_moment must be "auto", "own" or a function of the base\'s state, got '
             f"{first_moment!r}"
         )
+    if not isinstance(sparse_state, bool | np.bool_):
+        raise TypeError(f"sparse_state must be True or False, got {sparse_state!r}")
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(
             f"with_magma wraps an optax.GradientTransformation, got {inner!r}; magma() is the link "

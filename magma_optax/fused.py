@@ -4,6 +4,7 @@ An update that is a tree of arrays is written and read again, zeros and all. Her
 a dropped block are neither read nor written.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -75,7 +76,9 @@ def fused_adam(
 
     Args:
       learning_rate: a number or a schedule.
-      b1: as in ``optax.adam``, like ``b2``, ``eps`` and ``eps_root``.
+      b1: as in ``optax.adam``, like ``b2``, ``eps`` and ``eps_root``. With 0 Adam keeps no average
+        by which Magma could score: it then has one of its own and takes its plain path, as it does
+        on a state that holds one.
       b2: see ``b1``.
       eps: see ``b1``.
       eps_root: see ``b1``.
@@ -103,6 +106,9 @@ def fused_adam(
     make: Any = optax.adamw if decay else optax.adam
     base = make(learning_rate, b1, b2, eps, eps_root, **decay)
     if magma:
+        known = {field.name for field in dataclasses.fields(Hyperparameters)} - {"b1"}
+        if unknown := options.keys() - known:
+            raise TypeError(f"fused_adam has no option {min(unknown)!r}; it has {sorted(known)}")
         hp, plain = Hyperparameters(**options), with_magma(base, **options)
     else:
         plain = optax.chain(base, skip_update(**options))
@@ -144,7 +150,7 @@ def fused_adam(
         inner = (moments._replace(mu=others(moments.mu), nu=others(moments.nu)), *scaling)
         updates, (counted, *scaling_next) = base.update(others(grads), inner, others(params))
         count = scaling[-1].count if callable(learning_rate) else counted.count
-        numbers = adam.numbers(at_step(learning_rate, count), counted.count)
+        numbers = adam.numbers(at_step("learning_rate", learning_rate, count), counted.count)
 
         step = _magma_step if magma else _skip_update_step
         p, mu, nu, scores = step(adam, hp, masks, cuts, numbers, *leaves)
@@ -158,6 +164,8 @@ def fused_adam(
 
     def update_and_apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         masked(grads, state, params)  # Refuses the same on all devices.
+        if jax.tree.leaves(unpack(state)[0].momentum):  # The kernels score by Adam's own mu.
+            return plain_step(grads, state, params)
         if _adam_kernels.INTERPRET:
             return fused_step(grads, state, params)
         if _adam_kernels.triton is None:
@@ -217,7 +225,7 @@ def _magma_step(adam, hp, masks, cuts, numbers, p, mu, nu, g):
 def _skip_update_step(adam, hp, masks, cuts, numbers, p, mu, nu, g):
     """Moments of every block, and the parameters of those that survive, at once."""
     p, mu, nu = dict(p), dict(mu), dict(nu)
-    survival = at_step(hp.survival_prob, masks.step)
+    survival = at_step("survival_prob", hp.survival_prob, masks.step)
     coins = toss(masks, cuts, dict.fromkeys(cuts, survival))
     for path, cut in cuts.items():
         updated, per_block = (p[path], mu[path], nu[path]), (coins[path], 1 / survival, *numbers)

@@ -1,6 +1,7 @@
 """Blocks: granularities, stacked leaves, `where`."""
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +121,12 @@ class TestWhere:
     )
     def test_forms(self, where):
         assert list(magma(where=where).init(MODEL).alignment) == ["mlp/up"]
+
+    def test_a_module_of_bools_is_a_tree_though_it_can_be_called(self):
+        module = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+        where = jax.tree.map(lambda leaf: leaf.ndim > 1, module)
+        assert callable(where)
+        assert list(magma(where=where).init(module).alignment) == ["weight"]
 
     def test_prefix_tree(self):
         state = magma(where={"mlp": True, "norm": False}).init(MODEL)

@@ -438,6 +438,8 @@ def test_a_seed_and_its_threefry_keys_toss_equal_coins(seed):
         "legacy": jax.random.PRNGKey(seed, impl="threefry2x32"),
         "NumPy": np.array([0, seed], np.uint32),
         "NumPy integer": np.uint32(seed),
+        "NumPy number": np.array(seed, np.int64),
+        "JAX number": jnp.uint32(seed),
     }
     for key in keys.values():
         assert_equal(expected_coins(key=key), expected)
@@ -447,8 +449,15 @@ def test_a_seed_and_its_threefry_keys_toss_equal_coins(seed):
 
 def test_a_traced_seed_is_the_key_of_the_number():
     start = jax.jit(lambda seed: skip_update(key=seed).init(ones(TREE)).key)
-    for seed in (0, 7, 2**31 - 1):
+    for seed in (0, 7, 2**31 - 1, -1, -(2**31)):
         np.testing.assert_array_equal(start(seed), skip_update(key=seed).init(ones(TREE)).key)
+    for narrow in (np.int8(5), np.int8(-5), np.int16(300), np.uint8(200)):
+        expected = skip_update(key=int(narrow)).init(ones(TREE)).key
+        np.testing.assert_array_equal(skip_update(key=narrow).init(ones(TREE)).key, expected)
+        np.testing.assert_array_equal(start(narrow), expected)
+    with jax.enable_x64(True):
+        for seed in (2**40 + 5, -(2**40)):
+            np.testing.assert_array_equal(start(seed), skip_update(key=seed).init(ones(TREE)).key)
 
 
 @pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])

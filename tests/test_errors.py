@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -25,8 +26,24 @@ def wrapped(*args, **kwargs):
         ({"survival_prob": "half"}, TypeError, r"survival_prob must be .* got 'half'"),
         ({"survival_prob": None}, TypeError, r"survival_prob must be .* got None"),
         ({"survival_prob": True}, TypeError, r"survival_prob must be .* got True"),
+        (
+            {"survival_prob": jnp.float32(3)},
+            ValueError,
+            r"survival_prob must be in .* got Array\(3",
+        ),
+        (
+            {"survival_prob": np.full(1, 0.5)},
+            ValueError,
+            r"must be one number, got .* shape \(1,\)",
+        ),
         ({"blocks": "layer"}, ValueError, r"blocks must be one of 'leaf', 'row', .* got 'layer'"),
         ({"blocks": 0}, ValueError, r"blocks must be one of .* such as stacked\(0\), got 0"),
+        ({"blocks": [0]}, ValueError, r"blocks must be one of .* such as stacked\(0\), got \[0\]"),
+        (
+            {"key": 2**64},
+            ValueError,
+            "key must be an int of up to 64 bits, got 18446744073709551616",
+        ),
         ({"key": 1.5}, TypeError, r"key must be an int, .* got 1.5"),
         ({"key": jnp.ones(2)}, TypeError, r"key must be an int, .* got Array"),
     ],
@@ -44,6 +61,7 @@ def test_shared_arguments(factory, kwargs, error, message):
         ({"temperature": -1.0}, ValueError, "temperature must be greater than 0, got -1.0"),
         ({"b1": 1.0}, ValueError, r"b1 must be in \[0, 1\), got 1.0"),
         ({"b1": lambda step: 0.9}, TypeError, "b1 must be a number, got"),
+        ({"b1": jnp.ones(2)}, ValueError, r"b1 must be one number, got .* shape \(2,\)"),
         ({"score_decay": -0.1}, ValueError, r"score_decay must be in \[0, 1\), got -0.1"),
         ({"initial_score": 2}, ValueError, r"initial_score must be in \[0, 1\], got 2"),
         ({"damping": "no"}, TypeError, "damping must be True or False, got 'no'"),
@@ -62,14 +80,39 @@ def test_arguments_of_one():
         magma(base="adam")
     with pytest.raises(ValueError, match=r"first_moment must be .* got 'mu'"):
         wrapped(first_moment="mu")
+    with pytest.raises(TypeError, match="sparse_state must be True or False, got 'yes'"):
+        wrapped(sparse_state="yes")
     with pytest.raises(TypeError, match=r"with_magma wraps .* got 0.5; magma\(\) is the link"):
         with_magma(0.5)
     with pytest.raises(TypeError, match=r"magma\(survival_prob='alignment'\) samples by alignment"):
         skip_update("alignment")
     with pytest.raises(TypeError, match="axis must be an int or ints, got 'layers'"):
         stacked("layers")
+    with pytest.raises(TypeError, match="axis must be an int or ints, got True"):
+        stacked(True)
     with pytest.raises(ValueError, match=r"axis \(0, 1\) and axis_name 'x' differ in length"):
         stacked((0, 1), axis_name="x")
+    with pytest.raises(
+        TypeError, match=r"one mesh axis, or None, for each .* got \(\('x', 'y'\),\)"
+    ):
+        stacked((0,), axis_name=(("x", "y"),))
+
+
+def test_numbers_of_inject_hyperparams():
+    with pytest.raises(ValueError, match=r"temperature must be greater than 0, got Array\(-1"):
+        optax.inject_hyperparams(magma)(temperature=-1).init(PARAMS)
+    tx = optax.inject_hyperparams(magma)()
+    state = tx.init(PARAMS)
+    state.hyperparams["survival_prob"] = jnp.array([0.5])
+    with pytest.raises(ValueError, match=r"survival_prob must be one number, got .* shape \(1,\)"):
+        jax.jit(tx.update)(PARAMS, state, grad=PARAMS)
+
+
+@pytest.mark.parametrize("name", ["survival_prob", "temperature", "score_decay"])
+def test_schedules_of_more_than_one_number(name):
+    tx = magma(**{name: lambda step: jnp.full(3, 0.5)})
+    with pytest.raises(ValueError, match=rf"{name} must be one number, .* gave an array \(3,\)"):
+        tx.update(PARAMS, tx.init(PARAMS), grad=PARAMS)
 
 
 @pytest.mark.parametrize("factory", [magma, wrapped, skip_update])
@@ -84,6 +127,22 @@ def test_where_that_selects_nothing_lists_what_it_saw(factory):
 def test_where_tree_that_misses_a_leaf_names_it(factory):
     with pytest.raises(ValueError, match="no entry for 'layers/0/w'; it has 'bias'"):
         factory(where={"bias": True}).init(PARAMS)
+
+
+@pytest.mark.parametrize("factory", [magma, wrapped, skip_update])
+def test_where_that_is_neither_a_predicate_nor_bools(factory):
+    with pytest.raises(TypeError, match=r"`where` must be a predicate .* got 'attention_and_mlp'$"):
+        factory(where="attention_and_mlp").init(PARAMS)
+    with pytest.raises(TypeError, match=r"`where` must be .* got 'frozen' at 'bias'"):
+        factory(where={"layers": True, "bias": "frozen"}).init(PARAMS)
+    with pytest.raises(TypeError, match=r"`where` must be .* at 'bias'"):
+        factory(where=PARAMS).init(PARAMS)
+
+
+@pytest.mark.parametrize("axes", [None, 0.0, "row", False, [[0]]])
+def test_axes_that_are_no_ints(axes):
+    with pytest.raises(TypeError, match="blocks: the axes of 'bias' must be an int or ints, got"):
+        magma(blocks=lambda path, leaf: axes).init(PARAMS)
 
 
 @pytest.mark.parametrize("factory", [magma, wrapped, skip_update])
@@ -151,7 +210,7 @@ class TestState:
 
 def test_first_moment_that_lacks_a_leaf():
     tx = wrapped(first_moment=lambda state: {"bias": state[0].mu["bias"]})
-    with pytest.raises(ValueError, match=r"`first_moment` differs .* first at 'layers/0/w'"):
+    with pytest.raises(ValueError, match=r"`first_moment` differs .* at 'layers/0/w'.* updates$"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 

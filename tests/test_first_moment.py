@@ -227,6 +227,31 @@ def test_reads_through_calls_and_recomputation():
     assert find_emas(base, base.init(PARAMS)).keys() == PARAMS.keys()
 
 
+def test_constants_that_are_no_numbers_do_not_disturb_the_search():
+    key, scale = jax.random.key(0), jax.new_ref(jnp.float32(0.5))
+
+    def noise(updates, state, params=None):
+        added = scale[...] * jax.random.normal(key)
+        return jax.tree.map(lambda u: u + added, updates), state
+
+    base = optax.chain(optax.adam(1e-2), optax.GradientTransformation(lambda _: (), noise))
+    assert with_magma(base).init(PARAMS).magma.momentum is None
+
+    frozen = {"w": "adam", "b": "adam", "ids": "frozen"}
+    base = optax.partition({"adam": optax.adam(1e-2), "frozen": optax.set_to_zero()}, frozen)
+    params = {**PARAMS, "ids": jnp.arange(3)}
+    grads = {**PARAMS, "ids": np.zeros(3, jax.dtypes.float0)}  # as of jax.grad(allow_int=True)
+    tx = with_magma(base)
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert updates["ids"].dtype == jax.dtypes.float0
+    assert not jax.tree.leaves(state.magma.momentum)
+
+
+def test_a_parameter_may_be_called_hyperparams():
+    params = {"hyperparams": PARAMS}
+    assert with_magma(optax.adam(1e-2)).init(params).magma.momentum is None
+
+
 @pytest.mark.parametrize("platform", ["cuda", "tpu", "cpu"])
 @pytest.mark.parametrize(
     ("tx", "arrays"),

@@ -196,6 +196,17 @@ def test_one_can_switch_at_any_step(masking, interpreted):
     assert kernels._cache_size() == plain._cache_size() == 1  # types never change
 
 
+@pytest.mark.parametrize("b1", [0.0, 0.9])
+def test_a_momentum_of_its_own_takes_the_plain_path(b1, interpreted):
+    """The kernels score by Adam's mu: of b1 = 0 that is the gradient, and 1 its cosine."""
+    optimizer = fused_adam(LR, b1=b1)
+    own = with_magma(optax.adam(LR, b1=b1), first_moment="own")
+    state = own.init(PARAMS)
+    expected = run([jax.jit(apply_with(own))] * 4, state)
+    assert_same(run([jax.jit(optimizer.update_and_apply)] * 4, state), expected)
+    assert jax.tree.leaves(expected[-1][1].magma.momentum)
+
+
 def test_other_leaves_are_left_to_optax(interpreted):
     params = {
         "w": jnp.ones((3, 3)),
@@ -385,7 +396,11 @@ def test_update_refuses_what_the_kernels_cannot_take(masking):
     ("options", "error", "message"),
     [
         ({"masking": "skip"}, ValueError, "masking must be .* got 'skip'"),
-        ({"first_moment": "own"}, TypeError, "unexpected keyword argument 'first_moment'"),
+        (
+            {"first_moment": "own"},
+            TypeError,
+            "fused_adam has no option 'first_moment'; it has .*key",
+        ),
         ({"masking": "skip_update", "temperature": 1}, TypeError, "keyword argument 'temperature'"),
         ({"survival_prob": 0}, ValueError, r"survival_prob must be in \(0, 1\], got 0"),
         ({"b1": None}, TypeError, "NoneType"),

@@ -138,6 +138,7 @@ def test_vectors_are_no_matrices():
     path = "layers/0/self_attn/sinks"
     assert attention(path)
     assert not attention(path, jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert not attention(path, 1.0)
 
 
 def test_reads_key_paths_of_jax_so_that_it_builds_masks():

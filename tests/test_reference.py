@@ -400,6 +400,22 @@ def test_sparse_state_holds_an_own_moment_and_blocks_within_leaves(options):
     assert_agrees(actual, expect("adam", mu_from, sparse_state=True, **options), FLOAT32)
 
 
+def test_sparse_state_tells_a_parameter_from_one_whose_path_ends_alike():
+    params = {"w": jnp.ones(4), "mu": {"w": jnp.ones(4)}}  # the state has mu/w and mu/mu/w
+    tx = with_magma(optax.adam(LR), sparse_state=True)
+    state, seen = tx.init(params), set()
+    for _ in range(8):
+        before = state.inner_state[0].mu
+        updates, state = tx.update(params, state, params)
+        after = state.inner_state[0].mu
+        advanced = [
+            bool((a != b)[0]) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True)
+        ]
+        assert advanced == [bool(u[0] != 0) for u in jax.tree.leaves(updates)]
+        seen.add(tuple(advanced))
+    assert {(True, False), (False, True)} <= seen
+
+
 # Without gradients: alignment estimated from the incoming updates.
 
 

@@ -97,6 +97,25 @@ def test_experts_keep_their_own_coins_and_scores(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+def test_init_beside_update_in_shard_map(check_vma):
+    """Where experts are sharded their first scores, all alike, differ by type from device on."""
+    tx = with_magma(optax.adam(1e-2), blocks=stacked(0, axis_name="fsdp"), axis_name="tensor")
+    specs = only(SPECS, ["moe"])
+
+    def first_step(grads):
+        return tx.update(grads, tx.init(grads), grads)[0]
+
+    mesh = make_mesh()
+    sharded = jax.shard_map(
+        first_step, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=check_vma
+    )
+    whole = with_magma(optax.adam(1e-2), blocks=stacked(0))
+    grads = only(GRADS[0], ["moe"])
+    expected = whole.update(grads, whole.init(grads), grads)[0]
+    chex.assert_trees_all_close(jax.jit(sharded)(grads), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_experts_beside_other_leaves_by_partition(check_vma):
     """The recipe of docs/usage.md: one Magma for experts, one for what all devices share."""
 

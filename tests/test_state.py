@@ -72,6 +72,11 @@ def test_structure_dtypes_and_weak_types_never_change(tx, x64):
         assert (ours.step.dtype, ours.key.dtype) == (jnp.int32, jnp.uint32)
 
 
+def test_momentum_of_a_weakly_typed_leaf_is_strong():
+    state = magma().init({"s": jnp.asarray(1.0)})
+    assert not state.momentum["s"].weak_type
+
+
 def test_scan_over_steps_and_no_retrace(tx):
     traces = []
 
@@ -213,6 +218,11 @@ class TestSummarize:
     def test_finds_the_state_anywhere(self, wrap):
         state = wrap(magma(where=lambda path, _: path.startswith("layers"))).init(PARAMS)
         assert summarize(state)["num_blocks"] == 4
+
+    def test_counts_more_blocks_than_an_int32(self):
+        params = {"w": jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32)}
+        state = jax.eval_shape(magma(blocks="element").init, params)
+        assert jax.eval_shape(summarize, state)["num_blocks"].dtype == jnp.int32
 
     def test_is_empty_without_scores(self):
         assert summarize(skip_update().init(PARAMS)) == {}
