@@ -42,9 +42,8 @@ class Hyperparameters:
         _check_number(
             "initial_score", self.initial_score, lambda s: 0 <= s <= 1, "in [0, 1]", schedule=False
         )
-        for name in ("damping", "rescale"):
-            if not isinstance(getattr(self, name), bool | np.bool_):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_bool("damping", self.damping)
+        check_bool("rescale", self.rescale)
         granularity = isinstance(self.blocks, str) and self.blocks in GRANULARITIES
         if not (granularity or callable(self.blocks)):
             raise ValueError(
@@ -73,6 +72,12 @@ def at_step(name: str, value: ArrayLike | Schedule | str, step: jax.Array) -> ja
     if number.shape != ():
         raise ValueError(f"{name} must be one number, its schedule gave an array {number.shape}")
     return number
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Refuse what only looks like a choice, such as a string or a traced boolean."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_number(

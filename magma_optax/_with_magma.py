@@ -5,14 +5,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from magma_optax._alignment import cosine_similarity, read_apart, update_momentum, widen
 from magma_optax._blocks import AxisName, BlockAxes, Where
 from magma_optax._first_moment import FirstMoments
-from magma_optax._hyperparameters import Hyperparameters, Schedule
+from magma_optax._hyperparameters import Hyperparameters, Schedule, check_bool
 from magma_optax._masking import mask_updates, score_and_toss
 from magma_optax._momentum import init_momentum, match_blocks, replace_momentum
 from magma_optax._paths import leaves_by_path
@@ -104,8 +103,7 @@ def with_magma(
             'first_moment must be "auto", "own" or a function of the base\'s state, got '
             f"{first_moment!r}"
         )
-    if not isinstance(sparse_state, bool | np.bool_):
-        raise TypeError(f"sparse_state must be True or False, got {sparse_state!r}")
+    check_bool("sparse_state", sparse_state)
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(
             f"with_magma wraps an optax.GradientTransformation, got {inner!r}; magma() is the link "

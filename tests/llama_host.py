@@ -7,6 +7,7 @@ step (step-N.npz) and after a restore (restored.npz). The last host kills itself
 once there is a complete checkpoint; 0 means never.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -70,4 +71,6 @@ def telling_restore(restore):
 
 train.make_functions = telling(train.make_functions)
 checkpoint.restore = telling_restore(checkpoint.restore)
-sys.exit(train.main(ARGV))
+with os.fdopen(os.dup(1), "w") as out, contextlib.redirect_stdout(out):
+    os.dup2(2, 1)  # Gloo prints in C++, from threads whose lines mix: apart from the trainer's
+    sys.exit(train.main(ARGV))

@@ -42,7 +42,11 @@ def start(folder, corpus, hosts, devices, *more, die_at=0):
     argv += f" --out {folder}/run"
     address = f"127.0.0.1:{free_port()}"
     env = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        "--xla_backend_optimization_level=0",  # compiles in two thirds of the time
+        # Only the first host writes the cache. With a hit it waits while the others compile, and
+        # Gloo gives up after 30 s.
+        "JAX_ENABLE_COMPILATION_CACHE": str(hosts == 1),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONWARNINGS": "error",
     }
@@ -114,7 +118,7 @@ def test_several_hosts_train_as_one(alone, corpus, tmp_path, hosts):
     printed = run(tmp_path, corpus, hosts, 4 // hosts, "--mesh", "data=2,fsdp=2")
     assert f"4 device(s) on {hosts} hosts: data 2, fsdp 2" in printed[0][0]
     for out, _ in printed[1:]:  # the first host speaks for all
-        assert not [line for line in out.splitlines() if not line.startswith("[Gloo]")]
+        assert not out
     for step in range(2, STEPS + 1):
         coins = moved(tmp_path, step)
         assert len(coins) == 14

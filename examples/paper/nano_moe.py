@@ -57,13 +57,13 @@ adam = decayed(lambda: direction("adam", B2))
 c_adam = decayed(lambda: scale_by_c_adam(b2=B2))
 muon = decayed(lambda: direction("muon", B2))
 
-DIRECTIONS = {
+UNCLIPPED = {
     **family("adam", adam, CENTRE),
     "adam+magma/expert": Arm(magma(adam, blocks=expert_axis), 2 * CENTRE),
     "c_adam": Arm(plain(c_adam), CENTRE),
     **family("muon", muon, 2 * CENTRE),
 }
-ARMS = {name: Arm(clipped(arm.build), arm.centre) for name, arm in DIRECTIONS.items()}
+ARMS = {name: Arm(clipped(arm.build), arm.centre) for name, arm in UNCLIPPED.items()}
 
 
 def parser() -> Parser:
