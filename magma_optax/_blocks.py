@@ -29,9 +29,11 @@ class stacked:
 
     Each slice is a block of its own, with its own coin and its own score::
 
-        magma(where=attention_and_mlp, blocks=stacked(0))            # scanned layers
-        magma(blocks=stacked((0, 1)))                                # experts of scanned layers
-        magma(blocks=stacked(0, axis_name="expert"))                 # in shard_map, sharded experts
+        magma(where=attention_and_mlp, blocks=stacked(0))  # scanned layers
+        magma(where=experts, blocks=stacked((0, 1)))  # experts of scanned layers
+        magma(where=experts, blocks=stacked(0, axis_name="expert"))  # sharded, in shard_map
+
+    It cuts every leaf that ``where`` takes. A function ``(path, leaf) -> axes`` chooses by leaf.
 
     Attributes:
       axis: the axis or axes that index blocks; negative axes count from the end.

@@ -69,7 +69,7 @@ def magma(
         schedule ``step -> p`` (the first step is 0), or ``"alignment"`` for p = the block's
         :math:`\tilde s_t` (an ablation of the paper). 1.0 leaves damping alone.
       temperature: tau > 0; a number or a schedule.
-      b1: decay of the EMA of gradients, mu, in [0, 1).
+      b1: decay of the EMA of gradients, mu, in [0, 1): the base's own.
       score_decay: decay of the EMA of scores, in [0, 1); a number or a schedule.
       initial_score: s_0; 0.5 is sigmoid(0).
       damping: whether s_t is multiplied in.

@@ -12,7 +12,7 @@ from magma_optax._paths import leaves_by_path
 
 
 class MagmaState(NamedTuple):
-    """State of `magma`, `with_magma` and `skip_update`: arrays only.
+    """State of `magma` and `skip_update`, and the part ``magma`` of `with_magma`'s: arrays only.
 
     Attributes:
       step: number of updates so far; int32, shape ().
@@ -23,7 +23,8 @@ class MagmaState(NamedTuple):
         (``"layers/0/mlp/up_proj/kernel"``) to a float32 array, of shape () for ``blocks="leaf"`` or
         of the sizes of the axes that index blocks. Empty for `skip_update`.
       momentum: what Magma remembers of past gradients, shaped like the parameters, with
-        ``optax.MaskedNode()`` at leaves that need none; None if no leaf needs any.
+        ``optax.MaskedNode()`` at leaves that need none; None if no leaf needs any and the base has
+        no masks of its own.
     """
 
     step: jax.Array

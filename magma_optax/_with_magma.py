@@ -51,9 +51,9 @@ def with_magma(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap a base optimizer so that its updates are masked and damped by Magma.
 
-    Computes what ``optax.chain(inner, magma(...))`` with ``grad=`` does, from the gradients that it
-    hands to ``inner``. It can therefore read the first moment that the base keeps anyway: on Adam
-    and its kin it adds no buffer.
+    Computes what ``optax.chain(inner, magma(...))`` with ``grad=`` and the base's ``b1`` does, from
+    the gradients that it hands to ``inner``. It can therefore read the first moment that the base
+    keeps anyway: on Adam and its kin it adds no buffer.
 
     Example:
       >>> import optax
@@ -64,7 +64,7 @@ def with_magma(
       inner: the base optimizer. Its state advances on every step, masked or not.
       survival_prob: as in `magma`, like all up to ``momentum_dtype``.
       temperature: see `magma`.
-      b1: see `magma`; used where an EMA of its own is kept.
+      b1: see `magma`; used where an EMA of its own is kept. The base's has the base's decay.
       score_decay: see `magma`.
       initial_score: see `magma`.
       damping: see `magma`.

@@ -134,7 +134,7 @@ def parser() -> Parser:
     add("--survival-prob", type=probability, default=0.5, help="or 'alignment' (%(default)s)")
     add("--temperature", type=positive, default=2.0, help="Magma's (%(default)s)")
     add("--mask-key", type=seed, help="seed of the coins (--seed)")
-    add("--learning-rate", type=positive, help="peak (by optimizer, tuned on nano)")
+    add("--learning-rate", type=positive, help="peak (by optimizer; only Adam's was tuned)")
     add("--steps", type=count, help="steps to train (by preset)")
     add("--warmup", type=whole(0), help="steps of linear warm-up (a tenth of --steps)")
     add("--weight-decay", type=number(0.0), help="decoupled (0.1 for adamw, else 0)")

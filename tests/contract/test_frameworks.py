@@ -183,7 +183,7 @@ LIBRARIES = {
                 for n in range(L)
             },
         },
-        lambda path, _: 0 if "kv_einsum" in path else (),  # keys and values apart
+        lambda path, _: 0 if path.endswith("kv_einsum/w") else (),  # keys and values apart
         (2 + 2 + 3) * L,
     ),
     "HF-Flax Llama": (
@@ -252,7 +252,7 @@ LIBRARIES = {
                 for n in range(L)
             },
         },
-        lambda path, _: 0 if path.endswith(("qkv_einsum/w", "gating_einsum")) else (),
+        lambda path, _: 0 if path.endswith(("kv_einsum/w", "gating_einsum")) else (),
         (3 + 1 + 2 + 1) * L,
     ),
     "Tunix, dense and MoE": (

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from magma_optax import MagmaState, magma, stacked, with_magma
+from magma_optax import magma, stacked, with_magma
 from tests.contract.conftest import PARAMS, loss
 
 GRADS = [jax.grad(loss)(PARAMS, seed) for seed in range(4)]
@@ -143,28 +143,25 @@ def test_restores_sharded_onto_another_mesh(tmp_path):
     assert len(restored.magma.momentum["w"].sharding.device_set) == 8
 
 
+def carry_over(old, new):
+    """The recipe of docs/usage.md."""
+    kept = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(old)}
+    return jax.tree.map_with_path(lambda p, leaf: kept.get(jax.tree_util.keystr(p), leaf), new)
+
+
 def test_a_parameter_added_after_the_checkpoint(form):
-    """Scores are restored by name; the coins of the old parameters go on as they were."""
-    tx = form.wrap(optax.sgd(1e-2), key=4)
+    """The base's moments, scores and coins of the old parameters go on as they were."""
+    tx = form.wrap(optax.adam(1e-2), key=4)
     old = {"a": jnp.ones(3), "z": jnp.ones(4)}
     new = {"a": jnp.ones(3), "m": jnp.ones(2), "z": jnp.ones(4)}
     before = tx.init(old)
-    for _ in range(3):
-        _, before = tx.update(old, before, old, grad=old)
-    saved, fresh = form.state(before), form.state(tx.init(new))
-    merged = fresh._replace(
-        step=saved.step, key=saved.key, alignment={**fresh.alignment, **saved.alignment}
-    )
-    if saved.momentum:
-        merged = merged._replace(momentum={**fresh.momentum, **saved.momentum})
-    after = jax.tree.map(
-        lambda node: merged if isinstance(node, MagmaState) else node,
-        tx.init(new),
-        is_leaf=lambda node: isinstance(node, MagmaState),
-    )
-    updates, _ = tx.update(new, after, new, grad=new)
-    expected, _ = tx.update(old, before, old, grad=old)
-    chex.assert_trees_all_equal({name: updates[name] for name in old}, expected)
+    for n in range(3):
+        _, before = tx.update(optax.tree.scale(1 - n, old), before, old, grad=old)
+    after = carry_over(before, tx.init(new))
+    for _ in range(6):
+        updates, after = tx.update(new, after, new, grad=new)
+        expected, before = tx.update(old, before, old, grad=old)
+        chex.assert_trees_all_equal({name: updates[name] for name in old}, expected)
 
 
 def test_a_checkpoint_of_other_parameters_or_blocks_is_named():

@@ -354,6 +354,24 @@ class TestRearrangedUpdates:
         with pytest.raises(ValueError, match=r"`grad` differs .*optax.flatten.* use with_magma"):
             link.update(PARAMS, link.init(PARAMS), PARAMS, grad=PARAMS)
 
+    def test_skip_update_tosses_a_coin_a_part_or_one_for_all(self):
+        link = optax.chain(optax.sgd(1.0), skip_update(0.5, key=4))
+        z = {"z": jnp.array([1 + 2j, 3 - 1j])}
+        split, flat = optax.contrib.split_real_and_imaginary(link), optax.flatten(link)
+        split_state, flat_state = split.init(z), flat.init(PARAMS)
+        parts, wholes = set(), set()
+        for _ in range(16):
+            updates, split_state = split.update(z, split_state, z)
+            parts.add(tuple(updates["z"].tolist()))
+            updates, flat_state = flat.update(PARAMS, flat_state, PARAMS)
+            factors = {
+                float(u.sum() / -p.sum())
+                for u, p in zip(*map(jax.tree.leaves, (updates, PARAMS)), strict=True)
+            }
+            wholes.add(frozenset(np.round(sorted(factors), 5)))
+        assert parts == {(a + 2j * b, 3 * a - 1j * b) for a in (0, -2) for b in (0, -2)}
+        assert wholes == {frozenset({0.0}), frozenset({2.0})}
+
     def test_outside_keeps_the_blocks(self):
         tx = with_magma(optax.flatten(adam()), key=4)
         _, state = run(tx)
