@@ -79,7 +79,7 @@ def test_compile_times_are_of_the_asked_number_of_leaves(tmp_path):
 
 def test_state_is_what_the_contract_says(tmp_path):
     records = run(tmp_path, "--parts", "state", "--bases", "adam", "muon", "rmsprop")
-    added = {(r["settings"]["base"], r["settings"]["form"]): r["settings"] for r in records}
+    added = {(r["settings"]["base"], r["settings"]["form"]): r["results"] for r in records}
     matrices = 2 * (4 * 32 * 32 + 3 * 32 * 88) * 4  # bytes of attention and MLP
     for base in ("adam", "muon"):
         assert added[base, "skip_update"]["added_bytes"] == 12

@@ -290,6 +290,11 @@ def peer_rows(args: argparse.Namespace) -> Iterator[Row]:
 ROWS = dict(zip(PARTS, (step_rows, train_rows, compile_rows, state_rows, peer_rows), strict=True))
 
 
+def digits(value: float | int) -> float | int:
+    """Returns a time or ratio with four digits, a number of bytes as it is."""
+    return value if isinstance(value, int) else float(f"{value:.4g}")
+
+
 def markdown(row: Row) -> str:
     """Returns a row of a table; numbers with three digits."""
     cells = [f"{x:.3g}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
@@ -330,8 +335,9 @@ def main(argv: list[str] | None = None) -> None:
             if number == 0:
                 print(f"\n{part}\n\n| {' | '.join(row)} |\n|{' --- |' * len(row)}")
             print(markdown(row), flush=True)
-            settings = {k: v for k, v in row.items() if not isinstance(v, float)}
-            results = {k: float(f"{v:.4g}") for k, v in row.items() if isinstance(v, float)}
+            form = list(row).index("form")  # what comes after it was measured
+            settings = dict(list(row.items())[: form + 1])
+            results = {name: digits(value) for name, value in list(row.items())[form + 1 :]}
             append(args.out, {"part": part} | settings, results)
 
 
