@@ -46,7 +46,9 @@ def test_the_commit_is_marked_when_code_differs_but_not_for_results(tmp_path, mo
     monkeypatch.delenv("COMMIT", raising=False)
     module = tmp_path / "examples" / "paper" / "records.py"
     result = module.parent / "results" / "a.jsonl"
-    result.parent.mkdir(parents=True)
+    benchmark = tmp_path / "examples" / "benchmark" / "results.jsonl"
+    for folder in (result.parent, benchmark.parent):
+        folder.mkdir(parents=True)
     monkeypatch.setattr(records, "__file__", str(module))
     assert records.commit() is None
 
@@ -55,13 +57,15 @@ def test_the_commit_is_marked_when_code_differs_but_not_for_results(tmp_path, mo
         subprocess.run(["git", "-C", str(tmp_path), *identity, *command], check=True)
 
     module.write_text("1\n")
-    result.write_text("1\n")
+    for file in (result, benchmark):
+        file.write_text("1\n")
     git("init", "-q")
     git("add", "-A")
     git("commit", "-q", "-m", "first")
     clean = records.commit()
     assert len(clean) >= 7
-    result.write_text("2\n")
+    for file in (result, benchmark):
+        file.write_text("2\n")
     assert records.commit() == clean
     module.write_text("2\n")
     assert records.commit() == clean + "+"

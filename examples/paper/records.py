@@ -27,7 +27,8 @@ def commit() -> str | None:
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], stderr=-3, text=True)
-        changes = [*git, "status", "--porcelain", "-uno", "--", ":/", ":(exclude)results"]
+        results = ":(top,exclude)examples/*/results*"
+        changes = [*git, "status", "--porcelain", "-uno", "--", ":/", results]
         changed = subprocess.check_output(changes, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
