@@ -8,7 +8,6 @@ import functools
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from examples.llama.config import PRESETS, RECIPES, LlamaConfig, Recipe
 from examples.llama.data import Data, load
 from examples.llama.model import Llama, cross_entropy
 from examples.paper.arms import Arm
+from examples.paper.records import data_name
 from magma_optax import summarize
 
 # The paper's sizes, one that two GPUs sweep in minutes, and one for two CPU cores. The
@@ -69,8 +69,8 @@ class Task:
     micro_batches: int = 1
 
     def settings(self) -> dict[str, Any]:
-        """What a record says about the task; the folder's name stands for the data."""
-        data = "standard library" if self.data is None else Path(self.data).resolve().name
+        """What a record says about the task."""
+        data = data_name(self.data)
         return {"experiment": "llama_c4"} | dataclasses.asdict(self) | {"data": data}
 
 

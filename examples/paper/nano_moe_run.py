@@ -5,7 +5,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from examples.nanomoe.model import NanoMoE, count_parameters
 from examples.nanomoe.train import make_functions
 from examples.paper.arms import Arm
 from examples.paper.llama_run import outcome
+from examples.paper.records import data_name
 
 FETCHED = 50  # steps whose losses are fetched together
 
@@ -48,8 +48,8 @@ class Task:
     data: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What a record says about the task; the folder's name stands for the data."""
-        data = "standard library" if self.data is None else Path(self.data).resolve().name
+        """What a record says about the task."""
+        data = data_name(self.data)
         return {"experiment": "nano_moe"} | dataclasses.asdict(self) | {"data": data}
 
 

@@ -133,10 +133,13 @@ def scores(state: Any) -> jax.Array:
 
 
 def cosines(mu: Weights, g: Weights) -> jax.Array:
-    """cos(mu, g) of each block, (3,); 0 where a block saw no row."""
-    dot = lambda x, y: jnp.stack([jnp.vdot(x[b], y[b]) for b in x])  # noqa: E731
-    norms = jnp.sqrt(dot(mu, mu) * dot(g, g))
-    return jnp.where(norms > 0, dot(mu, g) / jnp.where(norms > 0, norms, 1), 0)
+    """cos(mu, g) of each block, (3,); NaN where a block has no gradient."""
+
+    def unit(x: jax.Array) -> jax.Array:
+        x = x / jnp.max(jnp.abs(x))  # squares of what is left at the end would be 0 in float32
+        return x / jnp.linalg.norm(x)
+
+    return jnp.stack([jnp.vdot(unit(mu[b]), unit(g[b])) for b in g])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -158,8 +161,9 @@ def train(
     """One run from w = (1, ..., 1); the seed decides rotations, rows and coins.
 
     Returns:
-        At `POINTS` times the loss, (POINTS,), and the means since the time before of cos(mu, g) and
-        of the score s of each block, both (POINTS, 3).
+        At `POINTS` times the loss, (POINTS,), and the means since the time before of cos(mu, g),
+        over the steps at which the block has a gradient (NaN without any), and of the score s of
+        each block, both (POINTS, 3).
     """
     keys = jax.random.split(jax.random.key(seed), 3)
     x, seen = design(eigenvalues, keys[0]), draw_rows(keys[1], rows, steps)
@@ -168,17 +172,18 @@ def train(
     w = {str(b): jnp.ones(3) for b in range(3)}
 
     def step(carry: Any, seen: jax.Array) -> Any:
-        w, state, cosine, score = carry
+        w, state, total, count, score = carry
         g = jax.grad(minibatch_loss)(w, x, seen)
         updates, state = tx.update(g, state, w)
         w = optax.apply_updates(w, updates)
-        cosine += cosines(optax.tree.get(state, "mu"), g)
-        return (w, state, cosine, score + scores(state)), None
+        cosine = cosines(optax.tree.get(state, "mu"), g)
+        total, count = total + jnp.nan_to_num(cosine), count + ~jnp.isnan(cosine)
+        return (w, state, total, count, score + scores(state)), None
 
     def interval(carry: Any, seen: jax.Array) -> Any:
-        zeros = jnp.zeros(3)
-        (w, state, cosine, score), _ = jax.lax.scan(step, (*carry, zeros, zeros), seen)
-        return (w, state), (loss(w, x), cosine / len(seen), score / len(seen))
+        begin = (*carry, *jnp.zeros((3, 3)))
+        (w, state, total, count, score), _ = jax.lax.scan(step, begin, seen)
+        return (w, state), (loss(w, x), total / count, score / len(seen))
 
     seen = seen.reshape(POINTS, steps // POINTS, 3, 3)
     return jax.lax.scan(interval, (w, tx.init(w)), seen)[1]
@@ -280,7 +285,8 @@ def details(
     result = {"log10_median_by_rate": rounded(np.median(logs[:, :, -1], axis=0), 2)}
     if trajectory:
         result["log10_loss_over_time"] = rounded(quartiles(logs[:, best]), 2)
-        result["cosine_over_time"] = rounded(cosine[:, best].mean(axis=0).T, 3)
+        cosine = np.ma.masked_invalid(cosine[:, best])  # of the seeds that still move
+        result["cosine_over_time"] = rounded(cosine.mean(axis=0).filled(np.nan).T, 3)
     return result
 
 

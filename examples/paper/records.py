@@ -53,6 +53,13 @@ def provenance(device: str | None = None) -> dict[str, Any]:
     }
 
 
+def data_name(folder: str | None) -> str:
+    """How settings name the data: a folder by its last part, None by the Python it comes with."""
+    if folder is None:
+        return f"Python {platform.python_version()} standard library"
+    return Path(folder).resolve().name
+
+
 def append(
     path: Path, settings: dict[str, Any], results: dict[str, Any], device: str | None = None
 ) -> dict[str, Any]:

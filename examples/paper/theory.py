@@ -179,7 +179,7 @@ def descent(
     objective = lambda params: jnp.mean(jax.lax.map(lambda b: loss_of(params, b), batches))  # noqa: E731
     mean_gradient = jax.grad(objective)(params)
 
-    def terms(batch: Any) -> Any:
+    def terms(batch: Any, steps: jax.Array) -> Any:
         g = jax.grad(loss_of)(params, batch)
         s = optax.tree.get(tx.update(g, state, params)[1], "alignment")
         descents = {b: jnp.vdot(g[b], mean_gradient[b]) for b in blocks}
@@ -195,10 +195,14 @@ def descent(
             moves = {b: params[b] + updates[b] for b in blocks}
             return objective({**params, **moves})
 
-        steps = optax.tree.get(state, "step") + jnp.arange(draws, dtype=jnp.int32)
         return s, descents, squares, within, between, jax.lax.map(next_loss, steps)
 
-    s, descents, squares, within, between, next_losses = jax.lax.map(terms, batches)  # (K, ...)
+    count = len(jax.tree.leaves(batches)[0])
+    # Coins follow from the step: each draw of each batch takes one of its own.
+    draw = jnp.arange(count * draws, dtype=jnp.int32).reshape(count, draws)
+    steps = optax.tree.get(state, "step") + draw
+    of_batch = lambda pair: terms(*pair)  # noqa: E731
+    s, descents, squares, within, between, next_losses = jax.lax.map(of_batch, (batches, steps))
     big_l = smoothness(objective, params, blocks)
     rho = {b: jnp.mean(s[b] ** 2 * squares[b]) / jnp.mean(squares[b]) for b in blocks}
     sgd_descent = sum(jnp.mean(descents[b]) for b in blocks)
@@ -213,7 +217,7 @@ def descent(
         "within": eta**2 / (2 * p) * jnp.mean(within),
         "between": eta**2 / 2 * jnp.mean(between),
         "decrease": value - jnp.mean(next_losses),
-        "error": jnp.sqrt(jnp.mean(jnp.var(next_losses, axis=1)) / next_losses.size),
+        "error": jnp.sqrt(jnp.mean(jnp.var(next_losses, axis=1, ddof=1)) / next_losses.size),
         "alpha": alpha,
         "penalty_ratio": ratio,
         "best_decrease_ratio": alpha**2 / ratio,
@@ -320,7 +324,8 @@ def describe(args: argparse.Namespace, experiment: str) -> dict[str, Any]:
     """The options that decide the numbers of an experiment."""
     names = ["layers", "width", "batch_size", "length", "seed"]
     names += ["adam_rate", "draws"] if experiment == "proposition" else ["sgd_rate"]
-    return {"experiment": experiment} | {name: getattr(args, name) for name in names}
+    settings = {name: getattr(args, name) for name in names}
+    return {"experiment": experiment, "data": records.data_name(None)} | settings
 
 
 def record(path: Path, setting: dict[str, Any], results: Any) -> None:
