@@ -1,6 +1,7 @@
 """The sweep of the paper's Table 1: its plan, its arms, its runs, and its interruptions."""
 
 import dataclasses
+import io
 import json
 import math
 import os
@@ -490,6 +491,40 @@ def test_a_broken_arm_is_given_up_and_the_others_finish(tmp_path, pretender, mon
     assert [run.arm for _, run in pretender.given].count("a") == 1
     assert len(state.records) == 6
     assert "out of memory" in capfd.readouterr().err
+
+
+def test_a_file_that_cant_be_written_ends_the_sweep(tmp_path, pretender, monkeypatch, capfd):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runner.records, "append", full)
+    status, state = run_sweep(tmp_path, ["a", "b", "c"])
+    assert status == 1 and not state.records and len(pretender.given) <= 2
+    assert "r.jsonl can't be written ([Errno 28]" in capfd.readouterr().err
+
+
+def test_a_worker_that_cant_be_started_fails_its_run(tmp_path, monkeypatch, capfd):
+    def missing(environment):
+        raise FileNotFoundError("no interpreter")
+
+    monkeypatch.setattr(runner, "Worker", missing)
+    status, state = run_sweep(tmp_path, ["a", "b"])
+    assert status == 1 and {run.arm for run in state.failed} == {"a", "b"}
+    assert "no interpreter" in capfd.readouterr().err
+
+
+def test_a_torn_reply_is_an_error_of_the_worker(monkeypatch):
+    worker = object.__new__(runner.Worker)
+    pipes = types.SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO('{"results": {"va\n'))
+    worker._process = pipes
+    with pytest.raises(runner.WorkerError, match=r"wrote '{\"results\": {\"va\\n' instead"):
+        worker.run(TASK, Run("a", 1.0, 0))
+
+
+def test_two_searches_that_want_a_run_get_it_once():
+    searches = [Search("a", 1.0), Search("a", 1.0, fixed=True)]
+    runs = missing_of_all(searches, [])
+    assert len(runs) == len(set(runs)) == 3
 
 
 def test_no_run_starts_that_would_end_after_the_deadline(tmp_path, pretender, monkeypatch, capfd):

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -234,12 +235,24 @@ def test_runs_are_spread_over_the_devices(tmp_path, monkeypatch):
     assert records.read(out) == found
 
 
-def test_a_failing_run_stops_the_search(tmp_path):
-    def train(run):
-        raise RuntimeError("no memory")
+def test_a_failing_run_stops_the_search_and_the_others_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(in_process.jax, "default_backend", lambda: "gpu")
+    together, failed = threading.Barrier(3, timeout=30), threading.Event()
 
-    with pytest.raises(RuntimeError, match="no memory"):
-        in_process.execute([Search("a", 1.0)], {}, tmp_path / "r.jsonl", train)
+    def train(run):
+        together.wait()
+        if run.learning_rate == 1.0:
+            failed.set()
+            raise RuntimeError("no memory")
+        failed.wait(30)
+        time.sleep(0.2)  # the failure is seen first
+        return {"valid_loss": 1.0, "train_loss_last": 1.0, "diverged": False, "seconds": 0.0}
+
+    out = tmp_path / "r.jsonl"
+    with pytest.raises(RuntimeError, match="no memory") as raised:
+        in_process.execute([Search("a", 1.0)], {}, out, train)
+    assert "learning_rate=1.0" in raised.value.__notes__[0]
+    assert sorted(r["settings"]["learning_rate"] for r in records.read(out)) == [0.5, 2.0]
 
 
 def test_the_optimizer_keeps_peak_and_seed_in_its_state(trainer, params):

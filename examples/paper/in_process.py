@@ -42,6 +42,8 @@ def execute(
     """Runs what the searches miss in the file of records.
 
     A run in flight when the process is stopped is lost; the same command goes on with the others.
+    When a run fails, none starts any more, and what it raised is raised once the others are
+    recorded.
 
     Args:
         searches: The arms, most urgent first.
@@ -57,22 +59,28 @@ def execute(
     deadline = time.monotonic() + time_limit
     free = jax.local_devices() if jax.default_backend() == "gpu" else jax.local_devices()[:1]
     active: dict[Future, tuple[Run, jax.Device]] = {}
+    failure: BaseException | None = None
     with ThreadPoolExecutor(len(free)) as pool:
         while True:
             running = [run for run, _ in active.values()]
             waiting = [run for run in missing_of_all(searches, found) if run not in running]
-            while free and waiting and time.monotonic() < deadline:
+            while free and waiting and not failure and time.monotonic() < deadline:
                 run, device = waiting.pop(0), free.pop()
                 active[pool.submit(on_device, device, train, run)] = run, device
             if not active:
                 break
             for future in wait(active, return_when=FIRST_COMPLETED).done:
                 run, device = active.pop(future)
-                results = future.result()
-                identity = dict(settings) | dataclasses.asdict(run)
-                found.append(records.append(out, identity, results, device.device_kind))
                 free.append(device)
-                print(line(run, results), flush=True)
+                if error := future.exception():
+                    error.add_note(f"in {run}")
+                    failure = failure or error
+                    continue
+                identity = dict(settings) | dataclasses.asdict(run)
+                found.append(records.append(out, identity, future.result(), device.device_kind))
+                print(line(run, future.result()), flush=True)
+    if failure:
+        raise failure
     if waiting:
         print("time limit: stopped; the same command goes on", flush=True)
     return found

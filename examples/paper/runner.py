@@ -63,7 +63,10 @@ class Worker:
             raise WorkerError(f"the worker ended: {error}") from error
         if not line:
             raise WorkerError(f"the worker ended with status {self._process.wait()}")
-        reply = json.loads(line)
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            raise WorkerError(f"the worker wrote {line!r} instead of a result") from None
         if "error" in reply:
             raise WorkerError(reply["error"])
         return reply
@@ -108,6 +111,7 @@ class Sweep:
         self.failed: dict[Run, str] = {}
         self.postponed: set[Run] = set()  # wouldn't finish in time
         self.stopped = False
+        self.unwritten: OSError | None = None  # why a run could not be recorded
         self._active: dict[int, Run] = {}  # by device
         self._last: dict[int, str] = {}  # arm that a device has compiled and ran last
         self._walls: dict[str, float] = {}  # longest run of an arm so far, seconds
@@ -127,18 +131,21 @@ class Sweep:
             return None
 
     def finish(self, device: int, run: Run, reply: dict[str, Any], wall: float) -> None:
-        """Records a run."""
+        """Records a run; where that fails, as on a full disk, nothing runs any more."""
         with self._change:
             del self._active[device]
             self._last[device] = run.arm
             self._walls[run.arm] = max(wall, self._walls.get(run.arm, 0.0))
             settings = self.task.settings() | dataclasses.asdict(run)
-            record = records.append(self.out, settings, reply["results"], reply["device"])
-            self.records.append(record)
+            try:
+                record = records.append(self.out, settings, reply["results"], reply["device"])
+                self.records.append(record)
+            except OSError as error:
+                self.unwritten, self.stopped = error, True
             self._change.notify_all()
         print(f"{describe(run)}: {outcome(reply['results'])}, {wall:.0f} s", flush=True)
 
-    def fail(self, device: int, run: Run, error: WorkerError) -> None:
+    def fail(self, device: int, run: Run, error: Exception) -> None:
         """Gives up a run, and with it the rest of its arm's search."""
         with self._change:
             del self._active[device]
@@ -200,7 +207,7 @@ def execute(sweep: Sweep, environments: Sequence[dict[str, str]]) -> int:
                 if device not in workers:
                     workers[device] = Worker(environments[device])
                 reply = workers[device].run(sweep.task, run)
-            except WorkerError as error:
+            except (WorkerError, OSError) as error:  # OSError: it could not be started
                 sweep.fail(device, run, error)
             else:
                 sweep.finish(device, run, reply, time.monotonic() - start)
@@ -226,6 +233,13 @@ def execute(sweep: Sweep, environments: Sequence[dict[str, str]]) -> int:
     if received:
         print(f"{signal.Signals(received[0]).name}: stopped; the same command goes on", flush=True)
         return 128 + received[0]
+    if sweep.unwritten:
+        print(
+            f"error: stopped, as {sweep.out} can't be written ({sweep.unwritten}); the same "
+            "command goes on from what is recorded",
+            file=sys.stderr,
+        )
+        return 1
     if late or sweep.postponed:
         print("time limit: stopped; the same command goes on", flush=True)
     return 1 if sweep.failed else 0

@@ -152,8 +152,8 @@ def _seeds(search: Search, rate: float, records: Sequence[Record]) -> list[Run]:
 
 
 def missing_of_all(searches: Sequence[Search], records: Sequence[Record]) -> list[Run]:
-    """The runs that can be started now, in the order of the arms."""
-    return [run for search in searches for run in missing(search, records)]
+    """The runs that can be started now, in the order of the arms, each once."""
+    return list(dict.fromkeys(run for search in searches for run in missing(search, records)))
 
 
 @dataclasses.dataclass(frozen=True)
