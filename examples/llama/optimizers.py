@@ -95,6 +95,8 @@ def direction(name: str, b2: float = 0.999) -> optax.GradientTransformation:
         case "rmsprop":
             return rms(0.99)
         case "laprop":
+            # Ziyin et al., 2002.04839: first normalised, then averaged. There the learning rate is
+            # inside the average, which differs only while the rate changes.
             return optax.chain(rms(0.999, eps=1e-15), optax.ema(0.9))
         case "lion":
             return optax.scale_by_lion(b1=0.9, b2=0.99)

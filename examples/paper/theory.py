@@ -346,7 +346,7 @@ def record(path: Path, setting: dict[str, Any], results: Any) -> None:
 def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
     """Draws both sides of Proposition 1, the lemma's terms, and rho / p against L by block."""
     of = lambda kind: [r for r in recorded if r["settings"]["experiment"] == kind]  # noqa: E731
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     for p, color in zip((0.25, 0.5, 0.75), ("C3", "C0", "C2"), strict=True):
         found = [r["results"] for r in of("proposition") if r["settings"]["p"] == p]
@@ -360,20 +360,31 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
     left.set(xlabel="sum of R over blocks", ylabel="mean loss over coins, less the dense step's")
     left.legend()
 
-    steps = [r["settings"]["step"] for r in of("descent")]
-    series = lambda f: [f(r["results"]) for r in of("descent")]  # noqa: E731
-    middle.plot(steps, series(lambda r: r["descent"]), "o-", label="descent term")
-    middle.plot(steps, series(lambda r: r["penalty"]), "o-", label="penalty, local L")
-    middle.plot(steps, series(lambda r: r["decrease"]), "o-", label="measured decrease")
-    middle.set(xlabel="step", yscale="symlog", title="Descent lemma, SGD under Magma")
-    middle.set_yscale("symlog", linthresh=1e-3)
-    middle.legend()
+    found = [r["results"] for r in of("descent")]
+    array = lambda name: np.array([float(r[name]) for r in found])  # noqa: E731
+    second_order = {
+        "the lemma's, with the local L": array("penalty"),
+        "exact, within and between blocks": array("within") + array("between"),
+    }
+    for label, term in second_order.items():
+        x, y, error = array("descent") - term, array("decrease"), 2 * array("error")
+        middle.errorbar(x, y, error, fmt="o", markersize=4, label=label)
+    ends = [array("decrease").min() / 2, array("decrease").max() * 2]
+    middle.plot(ends, ends, color="gray", linewidth=0.8, label="equal")
+    middle.set_xscale("symlog", linthresh=1e-3)
+    middle.set_xticks([-0.1, 0, 0.01, 0.1])
+    middle.set(yscale="log", title="Descent lemma, SGD under Magma")
+    middle.set(xlabel="descent less second-order term", ylabel="measured decrease")
+    middle.legend(
+        fontsize="small", title="second-order term", loc="upper center", bbox_to_anchor=(0.5, -0.2)
+    )
 
-    for r in of("descent"):
-        blocks = list(r["results"]["L"])
-        x = [abs(r["results"]["L"][b]) for b in blocks]
-        y = [r["results"]["rho_over_p"][b] for b in blocks]
-        right.plot(x, y, "o", markersize=4, label=f"step {r['settings']['step']}")
+    seeds = sorted({r["settings"]["seed"] for r in of("descent")})
+    for seed in seeds:
+        found = [r["results"] for r in of("descent") if r["settings"]["seed"] == seed]
+        x = [abs(r["L"][b]) for r in found for b in r["L"]]
+        y = [r["rho_over_p"][b] for r in found for b in r["L"]]
+        right.plot(x, y, "o", markersize=4, label=f"seed {seed}")
     right.set(xscale="log", ylim=(0.25, 0.8), title="Effective smoothness by block")
     right.set(xlabel="L (largest eigenvalue of the block)", ylabel="rho / p")
     right.axhspan(0.286, 0.775, color="gray", alpha=0.15, label="all that scores allow")

@@ -42,7 +42,8 @@ def test_p_one_without_damping_is_the_base(form, base_name, base):
     kwargs = {} if form.name == "skip_update" else {"damping": False}
     updates, _ = scan_steps(form.wrap(base, survival_prob=1.0, **kwargs), PARAMS, STEPS)
     # Not bit for bit: XLA fuses the base otherwise, and Muon's iterations amplify the rounding.
-    chex.assert_trees_all_close(updates, bare_steps(base_name, STEPS)[0], rtol=2e-5, atol=1e-7)
+    atol = 1e-6 if base_name == "muon" else 1e-7
+    chex.assert_trees_all_close(updates, bare_steps(base_name, STEPS)[0], rtol=2e-5, atol=atol)
 
 
 def test_map_params_finds_every_copy_of_the_parameters(form, base):

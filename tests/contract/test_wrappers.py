@@ -92,8 +92,8 @@ class TestMasked:
     def test_around_the_whole_optimizer(self, form):
         updates, state = run(optax.masked(form.wrap(adam(), key=4), MASK))
         grads = grads_at(2)
-        chex.assert_trees_all_close(updates["scale"], grads["scale"], rtol=1e-6)
-        chex.assert_trees_all_close(updates["mlp"][0], grads["mlp"][0], rtol=1e-6)
+        chex.assert_trees_all_close(updates["scale"], grads["scale"], rtol=2e-5)
+        chex.assert_trees_all_close(updates["mlp"][0], grads["mlp"][0], rtol=2e-5)
         whole, _ = run(form.wrap(adam(), key=4))
         chex.assert_trees_all_close(updates["attn"], whole["attn"], rtol=1e-5)
         if form.name != "skip_update":
