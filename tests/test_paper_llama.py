@@ -169,7 +169,7 @@ def test_a_fixed_rate_is_not_searched():
 def test_the_command_line_says_where_searches_begin_or_which_rates_are_run():
     def searches(*options):
         args = llama_c4.parser().parse_args(["--seeds", "2", *options])
-        return llama_c4.make_searches(args, ARMS, ["adam", "muon"])
+        return llama_c4.searches_of(args, ARMS, ["adam", "muon"])
 
     ours = ARMS["muon"].centre
     assert searches("--centre", "adam=0.03") == [Search("adam", 0.03, 2), Search("muon", ours, 2)]

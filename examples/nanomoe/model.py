@@ -85,9 +85,16 @@ def normal(rngs: nnx.Rngs, std: float, *shape: int) -> nnx.Param:
     return nnx.Param(nnx.initializers.normal(std)(rngs.params(), shape))
 
 
-def switch_normal(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
-    """Returns (..., inputs, outputs) of N(0, 1 / inputs), cut at two standard deviations."""
-    return nnx.Param(nnx.initializers.truncated_normal(shape[-2] ** -0.5)(rngs.params(), shape))
+def switch_normal(rngs: nnx.Rngs, *shape: int, inputs: int = -2) -> nnx.Param:
+    """Returns a parameter with entries N(0, 1 / inputs), cut at two standard deviations.
+
+    Args:
+        rngs: Gives the key.
+        shape: Of the parameter.
+        inputs: Its axis that counts inputs.
+    """
+    draw = nnx.initializers.truncated_normal(shape[inputs] ** -0.5)
+    return nnx.Param(draw(rngs.params(), shape))
 
 
 def residual_std(config: NanoMoEConfig) -> float:
@@ -112,7 +119,7 @@ class Attention(nnx.Module):
     def __init__(self, config: NanoMoEConfig, *, rngs: nnx.Rngs):
         """Draws (D, 3 D) and (D, D)."""
         self.num_heads = config.num_heads
-        self.c_attn = normal(rngs, 0.02, config.width, 3 * config.width)
+        self.c_attn = switch_normal(rngs, config.width, 3 * config.width)
         self.c_proj = normal(rngs, residual_std(config), config.width, config.width)
 
     def __call__(self, x: Array) -> Array:
@@ -129,7 +136,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: NanoMoEConfig, *, rngs: nnx.Rngs):
         """Draws (D, F) and (F, D)."""
-        self.c_fc = normal(rngs, 0.02, config.width, 4 * config.width)
+        self.c_fc = switch_normal(rngs, config.width, 4 * config.width)
         self.c_proj = normal(rngs, residual_std(config), 4 * config.width, config.width)
 
     def __call__(self, x: Array) -> Array:
@@ -157,7 +164,7 @@ class MoE(nnx.Module):
     def __init__(self, config: NanoMoEConfig, *, rngs: nnx.Rngs):
         """Draws the router (E, D) and the experts."""
         self.config = config
-        self.router = normal(rngs, 0.02, config.num_experts, config.width)
+        self.router = switch_normal(rngs, config.num_experts, config.width, inputs=-1)
         self.experts = Experts(config, rngs=rngs)
 
     def __call__(self, x: Array, train: bool) -> tuple[Array, Routing]:
@@ -209,7 +216,7 @@ class NanoMoE(nnx.Module):
     def __init__(self, config: NanoMoEConfig, *, rngs: nnx.Rngs):
         """Draws all parameters from `rngs`."""
         self.config = config
-        self.wte = normal(rngs, 0.02, config.vocab_size, config.width)
+        self.wte = switch_normal(rngs, config.vocab_size, config.width, inputs=-1)  # the head too
         self.wpe = normal(rngs, 0.02, config.length, config.width)
         self.h = nnx.List([Block(config, i, rngs=rngs) for i in range(config.num_layers)])
         self.ln_f = layer_norm(config, rngs)

@@ -10,24 +10,24 @@ from typing import Any
 
 import jax
 
-from examples.llama.options import Parser, number, seconds, whole
+from examples.llama.options import Parser, seconds
 from examples.paper import records
+from examples.paper.searches import add_search_options
 from examples.paper.sweep import Record, Run, Search, missing_of_all, select
 
 
-def add_search_options(parser: Parser, arms: Iterable[str], seeds: int, out: Path) -> None:
+def add_options(parser: Parser, arms: Iterable[str], seeds: int, out: Path) -> None:
     """Adds the options that say what to search for, where to record it and for how long.
 
     Args:
-        parser: Gets ``--arms``, ``--seeds``, ``--reach``, ``--out`` and ``--time-limit``.
+        parser: Gets ``--arms``, ``--out``, ``--time-limit`` and those of `add_search_options`.
         arms: Names of all arms.
         seeds: Default of ``--seeds``.
         out: Default of ``--out``.
     """
     add = parser.add_argument
     add("--arms", default=",".join(arms), help="names, most urgent first (default: all)")
-    add("--seeds", type=whole(1), default=seeds, help="runs at the best rate (%(default)s)")
-    add("--reach", type=number(1.0), default=32.0, help="factor from the centre that ends a search")
+    add_search_options(parser, seeds)
     add("--out", type=Path, default=out, help="JSON lines")
     add("--time-limit", type=seconds, default=math.inf, help="seconds after which no run starts")
 

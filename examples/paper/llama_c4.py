@@ -15,6 +15,7 @@ the tables and draws the curves.
 """
 
 import argparse
+import dataclasses
 import math
 import sys
 import time
@@ -23,10 +24,11 @@ from pathlib import Path
 
 from examples.llama.options import Parser, number, seconds, whole
 from examples.paper import records
-from examples.paper.arms import ARMS, Arm, check_names
+from examples.paper.arms import ARMS, Arm
 from examples.paper.llama_report import table
 from examples.paper.llama_run import SIZES, STEPS, Task
 from examples.paper.runner import Sweep, execute, find_devices
+from examples.paper.searches import add_search_options, make_searches
 from examples.paper.sweep import Search
 
 CONTROLLED = "adam,adam+magma,adam+constant"
@@ -47,11 +49,7 @@ def parser(description: str | None = __doc__) -> Parser:
     add("--micro-batches", type=count, default=1, help="parts of a batch, to save memory")
     add("--seq-len", type=count, help="tokens a row (default: by size)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
-    add("--seeds", type=count, default=3, help="runs at the best rate")
-    add("--reach", type=number(1.0), default=32.0, help="factor from its centre that ends a search")
-    add(
-        "--centre", type=centre, action="append", default=[], metavar="ARM=RATE", help="begin there"
-    )
+    add_search_options(parser)
     add(
         "--fixed-rate", type=positive, nargs="+", default=[], metavar="RATE",
         help="run every arm at each of these learning rates, without a search",
@@ -59,12 +57,6 @@ def parser(description: str | None = __doc__) -> Parser:
     add("--out", type=Path, help="JSON lines (default: examples/paper/results/llama_SIZE.jsonl)")
     add("--time-limit", type=seconds, default=math.inf, help="seconds; no run ends later")
     return parser
-
-
-def centre(text: str) -> tuple[str, float]:
-    """Parses an arm and the learning rate at which its search begins."""
-    name, _, rate = text.partition("=")
-    return name, number(0.0, above=True)(rate)
 
 
 def sweep(args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str]) -> int:
@@ -76,7 +68,7 @@ def sweep(args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str
         names: Those to run, most urgent first.
     """
     deadline = time.monotonic() + args.time_limit
-    searches = make_searches(args, arms, names)
+    searches = searches_of(args, arms, names)
     platform, devices = find_devices()
     task = make_task(args, platform)
     out = args.out or records.RESULTS / f"llama_{args.size}.jsonl"
@@ -102,22 +94,17 @@ def make_task(args: argparse.Namespace, platform: str) -> Task:
     )
 
 
-def make_searches(
+def searches_of(
     args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str]
 ) -> list[Search]:
-    """Returns each arm's search, or one for each of its fixed rates.
-
-    Raises:
-        SystemExit: For an arm that doesn't exist.
-    """
-    centres = dict(args.centre)
-    check_names([*names, *centres], arms)
-    if args.fixed_rate:
-        return [
-            Search(name, rate, args.seeds, fixed=True) for rate in args.fixed_rate for name in names
-        ]
+    """Returns each arm's search, or one for each of its fixed rates."""
+    searches = make_searches(args, arms, names)
+    if not args.fixed_rate:
+        return searches
     return [
-        Search(name, centres.get(name, arms[name].centre), args.seeds, args.reach) for name in names
+        dataclasses.replace(search, centre=rate, fixed=True)
+        for rate in args.fixed_rate
+        for search in searches
     ]
 
 

@@ -26,12 +26,12 @@ from examples.llama.options import Parser, whole
 from examples.nanomoe.config import PRESETS, RECIPES
 from examples.nanomoe.train import expert_axis, matrices
 from examples.paper import records
-from examples.paper.arms import Arm, Base, Build, check_names, family, magma, plain
+from examples.paper.arms import Arm, Base, Build, family, magma, plain
 from examples.paper.baselines.c_adam import scale_by_c_adam
-from examples.paper.in_process import add_search_options, execute
+from examples.paper.in_process import add_options, execute
 from examples.paper.llama_report import table
 from examples.paper.nano_moe_run import Task, Trainer
-from examples.paper.sweep import Search
+from examples.paper.searches import make_searches
 
 B2 = 0.95
 WEIGHT_DECAY = 0.1  # decoupled, of matrices; part of the update that Magma masks
@@ -81,7 +81,7 @@ def parser() -> Parser:
     add("--accumulate", type=count, help="micro-batches a batch (default: by preset)")
     add("--seq-len", type=count, help="tokens a row (default: by preset)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
-    add_search_options(parser, ARMS, seeds=3, out=records.RESULTS / "nano_moe.jsonl")
+    add_options(parser, ARMS, seeds=3, out=records.RESULTS / "nano_moe.jsonl")
     return parser
 
 
@@ -106,13 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is missing and prints the table; returns the exit status."""
     args = parser().parse_args(argv)
     names = args.arms.split(",")
-    check_names(names, ARMS)
+    searches = make_searches(args, ARMS, names)
     task = make_task(args)
     decay = {"weight_decay": WEIGHT_DECAY, "clip": CLIP, "b2": B2}
     try:
         trainer = Trainer(task)
         found = execute(
-            [Search(name, ARMS[name].centre, args.seeds, args.reach) for name in names],
+            searches,
             task.settings() | decay,
             args.out,
             lambda run: trainer.run(run.arm, ARMS[run.arm], run.learning_rate, run.seed),

@@ -28,11 +28,11 @@ import optax
 from examples.llama.optimizers import path_string
 from examples.llama.options import Parser, whole
 from examples.paper import records
-from examples.paper.arms import Arm, check_names, magma, plain, then
+from examples.paper.arms import Arm, magma, plain, then
 from examples.paper.baselines.controls import constant, constant_times_mask
-from examples.paper.in_process import add_search_options, execute
+from examples.paper.in_process import add_options, execute
 from examples.paper.negative_control_report import by_rate, table
-from examples.paper.sweep import Search
+from examples.paper.searches import make_searches
 from examples.paper.vision import images
 from examples.paper.vision.resnet import MODELS
 from examples.paper.vision.train import Task, Trainer
@@ -84,7 +84,7 @@ def parser() -> Parser:
     add("--batch-size", type=count, help="images a step (digits: 32, CIFAR-10: 128)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
     add("--rates", type=numbers, default=[], help="also run all seeds at each of these, A,B,...")
-    add_search_options(parser, ARMS, seeds=5, out=records.RESULTS / "negative_control.jsonl")
+    add_options(parser, ARMS, seeds=5, out=records.RESULTS / "negative_control.jsonl")
     return parser
 
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is missing and prints the table; returns the exit status."""
     args = parser().parse_args(argv)
     names = args.arms.split(",")
-    check_names(names, ARMS)
+    searches = make_searches(args, ARMS, names)
     batch_size = args.batch_size or (32 if args.data is None else 128)
     task = Task(args.model, args.epochs, batch_size, warmup=0.05, dtype=args.dtype)
     try:
@@ -112,9 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "mean_multiplier": MEAN_MULTIPLIER,
         **dataclasses.asdict(task),
     }
-    searches = [Search(name, ARMS[name].centre, args.seeds, args.reach) for name in names]
     searches += [
-        Search(name, rate, args.seeds, fixed=True) for rate in args.rates for name in names
+        dataclasses.replace(search, centre=rate, fixed=True)
+        for rate in args.rates
+        for search in searches
     ]
     found = execute(
         searches,
