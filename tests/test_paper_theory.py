@@ -183,6 +183,11 @@ def test_the_command_records_skips_what_is_recorded_and_draws(tmp_path, capsys, 
     assert theory.main(["--plot", "--out", str(out), "--images", str(tmp_path)]) == 0
     assert (tmp_path / "theory.png").stat().st_size > 1000
 
+    # Stopped before the lemma's turn.
+    first = tmp_path / "first.jsonl"
+    first.write_text(out.read_text().splitlines(keepends=True)[0])
+    assert theory.main(["--plot", "--out", str(first), "--images", str(tmp_path)]) == 0
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

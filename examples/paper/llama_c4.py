@@ -15,7 +15,6 @@ the tables and draws the curves.
 """
 
 import argparse
-import dataclasses
 import math
 import sys
 import time
@@ -28,7 +27,7 @@ from examples.paper.arms import ARMS, Arm
 from examples.paper.llama_report import table
 from examples.paper.llama_run import SIZES, STEPS, Task
 from examples.paper.runner import Sweep, execute, find_devices
-from examples.paper.searches import add_search_options, make_searches
+from examples.paper.searches import add_search_options, at_rates, make_searches
 from examples.paper.sweep import Search
 
 CONTROLLED = "adam,adam+magma,adam+constant"
@@ -99,13 +98,7 @@ def searches_of(
 ) -> list[Search]:
     """Returns each arm's search, or one for each of its fixed rates."""
     searches = make_searches(args, arms, names)
-    if not args.fixed_rate:
-        return searches
-    return [
-        dataclasses.replace(search, centre=rate, fixed=True)
-        for rate in args.fixed_rate
-        for search in searches
-    ]
+    return at_rates(searches, args.fixed_rate) if args.fixed_rate else searches
 
 
 def main(argv: Sequence[str] | None = None) -> int:

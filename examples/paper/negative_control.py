@@ -32,7 +32,7 @@ from examples.paper.arms import Arm, magma, plain, then
 from examples.paper.baselines.controls import constant, constant_times_mask
 from examples.paper.in_process import add_options, execute
 from examples.paper.negative_control_report import by_rate, table
-from examples.paper.searches import make_searches
+from examples.paper.searches import at_rates, make_searches
 from examples.paper.vision import images
 from examples.paper.vision.resnet import MODELS
 from examples.paper.vision.train import Task, Trainer
@@ -112,11 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "mean_multiplier": MEAN_MULTIPLIER,
         **dataclasses.asdict(task),
     }
-    searches += [
-        dataclasses.replace(search, centre=rate, fixed=True)
-        for rate in args.rates
-        for search in searches
-    ]
+    searches += at_rates(searches, args.rates)
     found = execute(
         searches,
         settings,

@@ -1,6 +1,7 @@
 """The searches that a command line asks for."""
 
 import argparse
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from examples.llama.options import Parser, number, whole
@@ -22,6 +23,15 @@ def centre(text: str) -> tuple[str, float]:
     """Parses an arm and the learning rate at which its search begins."""
     name, _, rate = text.partition("=")
     return name, number(0.0, above=True)(rate)
+
+
+def at_rates(searches: Sequence[Search], rates: Sequence[float]) -> list[Search]:
+    """Returns the arms and seeds of `searches` at each of `rates`, without a search."""
+    return [
+        dataclasses.replace(search, centre=rate, fixed=True)
+        for rate in rates
+        for search in searches
+    ]
 
 
 def make_searches(

@@ -369,11 +369,14 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
     for label, term in second_order.items():
         x, y, error = array("descent") - term, array("decrease"), 2 * array("error")
         middle.errorbar(x, y, error, fmt="o", markersize=4, label=label)
-    ends = [array("decrease").min() / 2, array("decrease").max() * 2]
-    middle.plot(ends, ends, color="gray", linewidth=0.8, label="equal")
     middle.set_xscale("symlog", linthresh=1e-3)
     middle.set_xticks([-0.1, 0, 0.01, 0.1])
-    middle.set(yscale="log", title="Descent lemma, SGD under Magma")
+    middle.set_yscale("symlog", linthresh=1e-3)  # a step may be uphill
+    if found:
+        ends = [array("decrease").min(), array("decrease").max()]
+        middle.plot(ends, ends, color="gray", linewidth=0.8, label="equal")
+        middle.set_ylim(min(0.0, 2 * ends[0]), 2 * ends[1])
+    middle.set(title="Descent lemma, SGD under Magma")
     middle.set(xlabel="descent less second-order term", ylabel="measured decrease")
     middle.legend(
         fontsize="small", title="second-order term", loc="upper center", bbox_to_anchor=(0.5, -0.2)
