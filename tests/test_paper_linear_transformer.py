@@ -158,3 +158,18 @@ def test_a_wrong_option_is_one_line(options, message, capsys):
         status = stop.code
     error = capsys.readouterr().err
     assert status == 2 and message in error and error.count("\n") == 1
+
+
+def test_the_hessians_of_a_long_run_take_the_memory_of_one(monkeypatch):
+    """As an accelerator does it: 40 times of 24 seeds at once asked for 166 GB of a card."""
+    monkeypatch.setattr(lt, "each", jax.vmap)
+    monkeypatch.setattr(lt, "fixed_batch", lambda heavy: None)
+    matrix = lambda params, _: jnp.full((150, 150), jnp.sum(params["PQ"]))  # noqa: E731
+    monkeypatch.setattr(lt, "condition_numbers", lambda *a: jnp.linalg.eigvalsh(matrix(*a))[:2])
+
+    def temporary(times):
+        params = {"PQ": jnp.zeros((1, times, lt.LAYERS, 2, lt.D, lt.D))}
+        compiled = jax.jit(lt.curvature.__wrapped__).lower(params, True).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(8) < 1.1 * temporary(1)

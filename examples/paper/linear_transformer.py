@@ -227,7 +227,9 @@ def sweep(
 def curvature(params: Params, heavy: ArrayLike) -> jax.Array:
     """`condition_numbers` on the fixed batch of a (seed, time) array of parameters: (..., 2)."""
     fixed = fixed_batch(heavy)
-    return each(each(lambda params: condition_numbers(params, fixed)))(params)
+    # Each Hessian takes 0.2 GB on an accelerator, so the times of a run take their turn.
+    in_time = functools.partial(jax.lax.map, lambda params: condition_numbers(params, fixed))
+    return each(in_time)(params)
 
 
 def measure(setting: dict[str, Any], magma_scores: np.ndarray | None) -> dict[str, Any]:
@@ -312,9 +314,9 @@ def key(record: dict[str, Any], **changes: Any) -> str:
 
 
 def size(record: dict[str, Any]) -> tuple[int, int, int]:
-    """How much a record's runs are: steps, seeds and number of rates."""
+    """How much a record's runs are: steps, number of rates and seeds."""
     s = record["settings"]
-    return s["steps"], s["seeds"], len(s["rates"])
+    return s["steps"], len(s["rates"]), s["seeds"]
 
 
 def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
@@ -346,7 +348,7 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
             axes[0, column].set_title(f"{tails} tails")
             axes[0, column].legend(fontsize="x-small")
             axes[-1, column].set_xlabel("step")
-    figure.suptitle(f"Linear transformer, median of {largest[1]} seeds (quartiles of two arms)")
+    figure.suptitle(f"Linear transformer, median of {largest[2]} seeds (quartiles of two arms)")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "linear_transformer.png"
     figure.savefig(path, dpi=62)
