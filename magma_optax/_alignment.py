@@ -80,7 +80,8 @@ def _cosine(xy: jax.Array, xx: jax.Array, yy: jax.Array) -> jax.Array:
 def _inverse_root(square: jax.Array) -> jax.Array:
     """1 / sqrt(square), and 0 at 0, where the derivative is 0 too."""
     positive = square > 0
-    return jnp.where(positive, jax.lax.rsqrt(jnp.where(positive, square, 1.0)), 0.0)
+    # Not rsqrt, whose derivative in JAX divides by the square: infinite from vectors of 5e-13 on.
+    return jnp.where(positive, 1.0 / jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
 
 
 def _inner(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -112,7 +112,9 @@ class Blocks:
         return index.ravel()
 
 
-def find_blocks(tree: Any, where: Where | None, blocks: str | BlockAxes) -> dict[str, Blocks]:
+def find_blocks(
+    tree: Any, where: Where | None, blocks: str | BlockAxes, params: Any = None
+) -> dict[str, Blocks]:
     """Return how each masked leaf is cut, by path.
 
     Integer, boolean and empty leaves carry no block.
@@ -122,14 +124,22 @@ def find_blocks(tree: Any, where: Where | None, blocks: str | BlockAxes) -> dict
       where: None for all leaves, ``(path, ShapeDtypeStruct) -> bool``, or a tree of bools (which
         may be a prefix of ``tree``).
       blocks: a granularity or ``(path, ShapeDtypeStruct) -> axes``.
+      params: the parameters, if ``tree`` is updates: a leaf's dtype is its parameter's. (A base may
+        turn the gradient of an integer into a float.)
 
     Raises:
       ValueError: ``where`` selects nothing or misses a leaf, or an axis is out of range.
     """
-    candidates = {
-        path: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+    typed = leaves_by_path(params)
+    leaves = {
+        path: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(typed.get(path, leaf)))
         for path, leaf in leaves_by_path(tree).items()
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and jnp.size(leaf)
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    }
+    candidates = {
+        path: leaf
+        for path, leaf in leaves.items()
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
     }
     selects = _selector(where)
     selected = {path: leaf for path, leaf in candidates.items() if selects(path, leaf)}
@@ -159,7 +169,8 @@ def _selector(where: Where | None) -> Callable[[str, jax.ShapeDtypeStruct], Any]
         prefix = path
         while prefix not in mask:
             if not prefix:
-                raise ValueError(f"`where` has no entry for {path!r}; it has {_some(mask)}")
+                entries = f"it has {_some(mask)}" if mask else "it is empty"
+                raise ValueError(f"`where` has no entry for {path!r}; {entries}")
             prefix = prefix.rpartition("/")[0]
         return bool(mask[prefix])
 

@@ -50,16 +50,18 @@ class Hyperparameters:
                 f"blocks must be one of {', '.join(map(repr, GRANULARITIES))} or a function "
                 f"(path, leaf) -> axes such as stacked(0), got {self.blocks!r}"
             )
-        if self.momentum_dtype is not None and not jnp.issubdtype(self.momentum_dtype, jnp.inexact):
-            raise ValueError(f"momentum_dtype must be a float dtype, got {self.momentum_dtype!r}")
+        if self.momentum_dtype is not None:
+            _check_float_dtype("momentum_dtype", self.momentum_dtype)
         names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
         if self.axis_name is not None and not all(isinstance(name, str) for name in names):
-            raise TypeError(f"axis_name must be a mesh axis or a tuple of them, got {names!r}")
+            raise TypeError(
+                f"axis_name must be a mesh axis or a tuple of them, got {self.axis_name!r}"
+            )
         self.key = raw_key(self.key)
 
-    def find_blocks(self, tree: Any) -> dict[str, Blocks]:
-        """Return how each masked leaf of ``tree`` is cut."""
-        return find_blocks(tree, self.where, self.blocks)
+    def find_blocks(self, tree: Any, params: Any = None) -> dict[str, Blocks]:
+        """Return how each masked leaf of ``tree``, parameters or updates of ``params``, is cut."""
+        return find_blocks(tree, self.where, self.blocks, params)
 
 
 def at_step(name: str, value: ArrayLike | Schedule | str, step: jax.Array) -> jax.Array:
@@ -80,6 +82,18 @@ def check_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def _check_float_dtype(name: str, value: Any) -> None:
+    try:  # `inject_hyperparams` makes an array of a dtype.
+        real = not isinstance(value, jax.Array) and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        real = False
+    if not real:
+        raise ValueError(
+            f"{name} must be a float dtype, got {value!r}; optax.inject_hyperparams takes it if "
+            "named in static_args"
+        )
+
+
 def _check_number(
     name: str, value: Any, holds: Callable[[Any], bool], says: str, schedule: bool = True
 ) -> None:
@@ -87,7 +101,8 @@ def _check_number(
     if schedule and callable(value):
         return
     known = int | float | np.number | np.ndarray | jax.Array
-    if isinstance(value, bool) or not isinstance(value, known):
+    other = jnp.bool_, jnp.complexfloating
+    if not isinstance(value, known) or any(jnp.issubdtype(_dtype(value), kind) for kind in other):
         kinds = "a number or a schedule" if schedule else "a number"
         kinds += ' or "alignment"' if name == "survival_prob" else ""
         raise TypeError(f"{name} must be {kinds}, got {value!r}")
@@ -95,3 +110,7 @@ def _check_number(
         raise ValueError(f"{name} must be one number, got an array of shape {np.shape(value)}")
     if not isinstance(value, Tracer) and not holds(float(value)):  # Also refuses NaN.
         raise ValueError(f"{name} must be {says}, got {value!r}")
+
+
+def _dtype(number: Any) -> Any:
+    return getattr(number, "dtype", type(number))

@@ -68,7 +68,7 @@ def magma(
       survival_prob: p, the probability that a block's update survives: a number in (0, 1], a
         schedule ``step -> p`` (the first step is 0), or ``"alignment"`` for p = the block's
         :math:`\tilde s_t` (an ablation of the paper). 1.0 leaves damping alone.
-      temperature: tau > 0; a number or a schedule.
+      temperature: tau > 0; a number or a schedule. Values of schedules are not checked.
       b1: decay of the EMA of gradients, mu, in [0, 1): the base's own.
       score_decay: decay of the EMA of scores, in [0, 1); a number or a schedule.
       initial_score: s_0; 0.5 is sigmoid(0).
@@ -121,10 +121,10 @@ def magma(
         return init_state(params, hp.key, cuts, hp.initial_score, momentum)
 
     def update_fn(updates, state, params=None, *, grad=None, **extra_args):
-        del params, extra_args
+        del extra_args
         nonlocal warned
         check_kind(state, MagmaState)
-        cuts = hp.find_blocks(updates)
+        cuts = hp.find_blocks(updates, params)
         check_state(state, cuts)
         old = match_blocks(state.momentum, updates, cuts, "momentum")
         if grad is not None:

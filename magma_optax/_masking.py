@@ -28,7 +28,7 @@ def score_and_toss(
         s_t  = 0.9 s_{t-1} + 0.1 s~_t
         m_t  ~ Bernoulli(p)
 
-    A block whose cosine is NaN, as its gradient is not finite, keeps its score.
+    A block keeps its score where s~_t is NaN: its gradient is not finite, or cosine and tau are 0.
 
     Returns:
       s_t (float32), m_t (bool) and the factor of a surviving update (float32; s_t with damping,
@@ -41,8 +41,8 @@ def score_and_toss(
     for path, cosine in cosines.items():
         previous = state.alignment[path]
         cosine = typed_like(path, cosine, previous)
-        finite = jnp.isfinite(cosine)
         alignment = jax.nn.sigmoid(cosine / tau)
+        finite = jnp.isfinite(alignment)
         scores[path] = jnp.where(finite, decay * previous + rest * alignment, previous)
         if isinstance(hp.survival_prob, str):
             probabilities[path] = jnp.where(finite, alignment, previous)

@@ -75,6 +75,11 @@ def _is_matrix_in(modules: frozenset[str], path: str | Sequence[Any], leaf: Any)
     if leaf is not None and len(np.shape(leaf)) < 2:
         return False
     if not isinstance(path, str):
+        if not isinstance(path, Sequence):
+            raise TypeError(
+                f"a predicate of paths got {path!r} instead of a path; optax.inject_hyperparams "
+                'takes it for a schedule unless it is named: static_args=("where",)'
+            )
         path = path_string(path)
     names = [name.strip("_") for name in re.split(r"[/.]", path.lower())]
     stems = [_COUNTER.sub("", name) for name in names]

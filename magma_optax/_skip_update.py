@@ -62,9 +62,9 @@ def skip_update(
         return init_state(params, hp.key, {}, 0.5, None)
 
     def update_fn(updates, state, params=None, **extra_args):
-        del params, extra_args
+        del extra_args
         check_kind(state, MagmaState)
-        cuts = hp.find_blocks(updates)
+        cuts = hp.find_blocks(updates, params)
         p = at_step("survival_prob", hp.survival_prob, state.step)
         coins = toss(state, cuts, dict.fromkeys(cuts, p))
         masked = mask_updates(updates, cuts, coins, dict.fromkeys(cuts, 1 / p))

@@ -77,8 +77,9 @@ def with_magma(
       first_moment: where mu comes from. ``"auto"``: the base's state, for each parameter for which
         the base keeps an EMA of the raw gradient there (adam, adamw, nadam, amsgrad, radam, yogi,
         lamb, lion, muon, sgd with momentum, ...; found by reading the base's update, also through
-        ``partition`` and ``masked``), and an EMA of its own for the others. ``"own"``: always its
-        own. Or a function from the new state of ``inner`` to a tree like the parameters.
+        ``partition`` and ``masked``), and an EMA of its own for the others, and for all where the
+        base needs extra arguments (``reduce_on_plateau``). ``"own"``: always its own. Or a function
+        from the new state of ``inner`` to a tree like the parameters.
       sparse_state: the paper's ablation "sparse momentum": what ``inner`` keeps of a masked block
         (and Magma's own EMA) does not advance on that step. Its score does.
 
@@ -167,7 +168,7 @@ def with_magma(
     def update_fn(updates, state, params=None, **extra_args):
         check_kind(state, WithMagmaState)
         state, old_inner = state.magma, state.inner_state
-        cuts = hp.find_blocks(updates)
+        cuts = hp.find_blocks(updates, params)
         check_state(state, cuts)
         delta, new_inner = inner.update(updates, old_inner, params, **extra_args)
 

@@ -27,6 +27,12 @@ def wrapped(*args, **kwargs):
         ({"survival_prob": None}, TypeError, r"survival_prob must be .* got None"),
         ({"survival_prob": True}, TypeError, r"survival_prob must be .* got True"),
         (
+            {"survival_prob": jnp.array(True)},
+            TypeError,
+            r"survival_prob must be .* got Array\(True",
+        ),
+        ({"survival_prob": np.complex64(0.5)}, TypeError, r"survival_prob must be a number .*0.5"),
+        (
             {"survival_prob": jnp.float32(3)},
             ValueError,
             r"survival_prob must be in .* got Array\(3",
@@ -67,7 +73,10 @@ def test_shared_arguments(factory, kwargs, error, message):
         ({"damping": "no"}, TypeError, "damping must be True or False, got 'no'"),
         ({"rescale": 1}, TypeError, "rescale must be True or False, got 1"),
         ({"momentum_dtype": "int8"}, ValueError, "momentum_dtype must be a float dtype, .*'int8'"),
-        ({"axis_name": 3}, TypeError, "axis_name must be a mesh axis or a tuple"),
+        ({"momentum_dtype": "foo"}, ValueError, "momentum_dtype must be a float dtype, .*'foo'"),
+        ({"momentum_dtype": "complex64"}, ValueError, "must be a float dtype, got 'complex64'"),
+        ({"axis_name": 3}, TypeError, "axis_name must be a mesh axis or a tuple .* got 3"),
+        ({"axis_name": ["x"]}, TypeError, r"axis_name must be .* got \['x'\]"),
     ],
 )
 def test_arguments_of_magma(factory, kwargs, error, message):
@@ -103,6 +112,9 @@ def test_numbers_of_inject_hyperparams():
         optax.inject_hyperparams(magma)(temperature=-1).init(PARAMS)
     tx = optax.inject_hyperparams(magma)()
     state = tx.init(PARAMS)
+    for name, value in (("where", attention_and_mlp), ("momentum_dtype", jnp.bfloat16)):
+        with pytest.raises((TypeError, ValueError), match="static_args"):
+            optax.inject_hyperparams(magma)(**{name: value}).init(PARAMS)
     state.hyperparams["survival_prob"] = jnp.array([0.5])
     with pytest.raises(ValueError, match=r"survival_prob must be one number, got .* shape \(1,\)"):
         jax.jit(tx.update)(PARAMS, state, grad=PARAMS)
@@ -127,6 +139,8 @@ def test_where_that_selects_nothing_lists_what_it_saw(factory):
 def test_where_tree_that_misses_a_leaf_names_it(factory):
     with pytest.raises(ValueError, match="no entry for 'layers/0/w'; it has 'bias'"):
         factory(where={"bias": True}).init(PARAMS)
+    with pytest.raises(ValueError, match="no entry for 'bias'; it is empty"):
+        factory(where={}).init(PARAMS)
 
 
 @pytest.mark.parametrize("factory", [magma, wrapped, skip_update])

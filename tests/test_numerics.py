@@ -212,6 +212,40 @@ def test_meta_gradients_are_finite(scale, build):
         assert derivatives[0] != 0
 
 
+@pytest.mark.parametrize("build", [lambda b: optax.chain(b, magma()), with_magma])
+def test_meta_gradients_of_a_block_that_died(build):
+    """Its momentum decays to 1e-19, whose inner product is still above zero."""
+
+    def meta_loss(log_lr):
+        params = {"w": normal(1), "dead": jnp.ones(3)}
+        tx = build(optax.sgd(jnp.exp(log_lr), momentum=0.9))
+
+        def step(carry, live):
+            params, state = carry
+            grads = {"w": params["w"], "dead": live * params["dead"]}
+            updates, state = tx.update(grads, state, params, grad=grads)
+            return (optax.apply_updates(params, updates), state), None
+
+        live = (jnp.arange(400) < 3).astype(jnp.float32)
+        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), live)
+        return jnp.sum(params["dead"] ** 2)
+
+    derivative = jax.jit(jax.grad(meta_loss))(jnp.float32(-4.0))
+    assert jnp.isfinite(derivative)
+    assert derivative != 0
+
+
+def test_a_temperature_that_falls_to_zero_leaves_no_nan():
+    tx = with_magma(optax.sgd(0.1), 1.0, optax.linear_schedule(2.0, 0.0, 2))
+    params = {"dead": jnp.ones(3), "w": G0}
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update({"dead": jnp.zeros(3), "w": G0}, state, params)
+    chex.assert_tree_all_finite((updates, state))
+    assert state.magma.alignment["dead"] == 0.5
+    assert state.magma.alignment["w"] > 0.6  # sigmoid(1 / 0) = 1
+
+
 def test_debug_nans_sees_nothing_in_a_healthy_run():
     with jax.debug_nans(True):
         params = {"w": jnp.zeros(SHAPE), "v": normal(1)}

@@ -98,6 +98,28 @@ def test_integer_and_boolean_leaves_pass_through(form):
     assert set(state.alignment) <= {"w"}
 
 
+@pytest.mark.parametrize("base", [optax.sgd(0.1), optax.adam(0.1)])
+def test_integers_whose_update_is_a_float_pass_through_too(form, base):
+    params = {"w": one(), "ids": jnp.arange(3)}
+    grads = {"w": one(), "ids": jnp.ones(3, jnp.int32)}
+    expected, _ = base.update(grads, base.init(params), params)
+    assert expected["ids"].dtype == jnp.float32
+    for key in range(4):
+        tx = form.wrap(base, key=key)
+        updates, _ = tx.update(grads, tx.init(params), params, grad=grads)
+        chex.assert_trees_all_equal(updates["ids"], expected["ids"])
+
+
+def test_where_sees_the_dtype_of_the_parameter(form):
+    params = {"w": one(), "half": one().astype(jnp.bfloat16)}
+    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    tx = form.link(key=2, where=lambda path, leaf: leaf.dtype == jnp.float32)
+    updates, state = tx.update(grads, tx.init(params), params, grad=grads)
+    chex.assert_trees_all_equal(updates["half"], grads["half"])
+    assert set(state.alignment) <= {"w"}
+    assert updates["w"].dtype == jnp.bfloat16
+
+
 def test_float0_gradients_of_integer_parameters_pass_through(form):
     params = {"w": one(), "ids": jnp.arange(3)}
     grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2), allow_int=True)(params)
