@@ -39,7 +39,9 @@ def milliseconds(step: Callable[[Any], Any], state: Any) -> tuple[float, Any]:
 
 def main(argv: list[str]) -> None:
     """Runs the measurement that the trainer's options `argv` describe."""
-    args = resolve(parser().parse_args(argv))
+    options = parser()
+    options.prog = "python -m examples.scaling.train_step"
+    args = resolve(options.parse_args(argv))
     tx, _ = make_optimizer(args)
     mesh = sharding.make_mesh(args.mesh, explicit=args.mesh_axes == "explicit")
     data = load(args.data, seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed)
