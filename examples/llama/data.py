@@ -12,6 +12,7 @@ import grain
 import numpy as np
 
 from examples.llama.data_codec import Codec, byte_codec, tokenizer_codec
+from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError
 from examples.llama.data_hub import PREFIX, hub_stream
 from examples.llama.data_rows import (
@@ -46,6 +47,12 @@ class Data:
         unigram_entropy: Cross-entropy of the held-out targets under add-one unigram counts of the
             training tokens (of a stream's first 1 million), in nats a token. What learns more than
             how frequent each token is scores below it.
+        digest: 32 hexadecimal digits that identify what was read, to compare on resume and between
+            hosts: the same on every machine and for every seed, packing, row length, batch size and
+            number of hosts. Of files in memory and of token files it covers the tokenizer, all
+            training ids and all held-out ids. Of a stream it covers the tokenizer, the names and
+            sizes of all files (of the hub also their revision), the training ids at the beginning
+            (up to 1 million) and all held-out ids.
         encode: Text to ids.
         decode: Ids to text.
     """
@@ -55,6 +62,7 @@ class Data:
     train: grain.IterDataset
     valid: Callable[[], Iterator[dict[str, np.ndarray]]]
     unigram_entropy: float
+    digest: str
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
 
@@ -162,6 +170,7 @@ def _from_tokens(
         f"{name}, {len(train):,} training tokens",
         train_dataset(rows, batching, pad_id),
         count_ids(train, codec.vocab_size),
+        digest([codec.digest, train, valid]),
         valid,
         codec,
         batching,
@@ -176,6 +185,7 @@ def _from_stream(stream: Stream, codec: Codec, batching: Batching) -> Data:
         stream.name,
         stream_dataset(stream, codec, batching, opening.keep),
         count_ids(opening.sample, codec.vocab_size),
+        digest([codec.digest, stream.digest, opening.sample, opening.valid]),
         opening.valid,
         codec,
         batching,
@@ -186,6 +196,7 @@ def _data(
     name: str,
     train: grain.IterDataset,
     train_counts: np.ndarray,
+    identity: str,
     valid: np.ndarray,
     codec: Codec,
     batching: Batching,
@@ -199,6 +210,7 @@ def _data(
         train,
         lambda: valid_batches(rows, batching, codec.end_of_document),
         unigram_entropy(train_counts, rows),
+        identity,
         codec.encode,
         codec.decode,
     )

@@ -1,11 +1,13 @@
 """Text to token ids and back: plain bytes, or a tokenizer.json of the `tokenizers` package."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError, first_line
 
 _BYTES = 256
@@ -19,6 +21,7 @@ class Codec:
 
     Attributes:
         name: What a person calls it: "bytes" or "tokenizer.json of 16,384 ids".
+        digest: What identifies it.
         vocab_size: Number of ids; every id is below it.
         end_of_document: The id that closes every document.
         encode: Text to ids, without `end_of_document`.
@@ -27,6 +30,7 @@ class Codec:
     """
 
     name: str
+    digest: str
     vocab_size: int
     end_of_document: int
     encode: Callable[[str], list[int]]
@@ -63,7 +67,7 @@ def byte_codec() -> Codec:
     def encode_many(texts: Sequence[str]) -> Iterable[list[int]]:
         return map(encode, texts)
 
-    return Codec("bytes", _BYTES + 1, _BYTES, encode, encode_many, decode)
+    return Codec("bytes", digest(["bytes"]), _BYTES + 1, _BYTES, encode, encode_many, decode)
 
 
 def tokenizer_codec(path: Path) -> Codec:
@@ -108,7 +112,14 @@ def tokenizer_codec(path: Path) -> Codec:
         sound = [_sound(text) for text in texts]
         return (one.ids for one in tokenizer.encode_batch_fast(sound, add_special_tokens=False))
 
-    return Codec(f"{path.name} of {size:,} ids", size, end, encode, encode_many, decode)
+    name, identity = f"{path.name} of {size:,} ids", digest([_canonical(path.read_bytes())])
+    return Codec(name, identity, size, end, encode, encode_many, decode)
+
+
+def _canonical(content: bytes) -> str:
+    """Returns what a tokenizer.json says, without its layout and without what is not used of it."""
+    parts = {**json.loads(content), "padding": None, "truncation": None}
+    return json.dumps(parts, sort_keys=True)
 
 
 def _sound(text: str) -> str:

@@ -1,9 +1,11 @@
 """Data sets of the Hugging Face hub, streamed by the `datasets` package."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError, first_line
 from examples.llama.data_rows import Batching
 from examples.llama.data_stream import Keep, State, Stream
@@ -31,7 +33,7 @@ def hub_stream(path: str, batching: Batching) -> Stream:
         DataError: If `datasets` is not installed, there is no such data set, or it has no split
             "train" or column "text"; while reading, if it cannot be read.
     """
-    splits = _load(path)
+    files, splits = _load(path)
     if "train" not in splits:
         raise DataError(f'{path}: no split "train" among {", ".join(splits)}; use another data set')
     train, valid = splits["train"], splits.get("validation")
@@ -41,13 +43,15 @@ def hub_stream(path: str, batching: Batching) -> Stream:
 
     return Stream(
         f"{path}, streamed",
+        digest(files),
         lambda: _read(path, train),
         (lambda: _read(path, valid)) if valid is not None else None,
         resume,
     )
 
 
-def _load(path: str) -> "datasets.IterableDatasetDict":
+def _load(path: str) -> "tuple[list[str], datasets.IterableDatasetDict]":
+    """Returns what identifies the files, and the splits."""
     try:
         import datasets
     except ImportError:
@@ -56,11 +60,23 @@ def _load(path: str) -> "datasets.IterableDatasetDict":
     if not Path(name).is_dir() and ":" in name:
         name, config = name.split(":", 1)
     try:
-        return datasets.load_dataset(name, config, streaming=True)
+        builder = datasets.load_dataset_builder(name, config)
+        return list(_identity(Path(name), builder)), builder.as_streaming_dataset()
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{path}: no such data set, or the hub is out of reach ({first_line(error)})"
         ) from error
+
+
+def _identity(root: Path, builder: "datasets.DatasetBuilder") -> Iterator[str]:
+    """Yields split, name and size of every file of a folder, or its address and revision."""
+    for split, files in sorted((builder.config.data_files or {}).items(), key=str):
+        for file, origin in zip(files, files.origin_metadata, strict=True):
+            if root.is_dir():
+                name = os.path.relpath(file, root.resolve())
+                yield from (str(split), name, str(os.path.getsize(file)))
+            else:
+                yield from (str(split), file, *origin)
 
 
 def _resume(

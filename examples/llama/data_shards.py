@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError
 from examples.llama.data_rows import Batching
 from examples.llama.data_stream import Keep, State, Stream
@@ -47,10 +48,16 @@ def shard_stream(path: Path, batching: Batching) -> Stream:
 
     return Stream(
         f"{path}: {len(train):,} shards *{SUFFIX}",
+        digest(_identity(path, shards)),
         lambda: _read_all(train),
         (lambda: _read_all(valid)) if valid else None,
         resume,
     )
+
+
+def _identity(path: Path, shards: Sequence[Path]) -> Iterator[str]:
+    for shard in shards:
+        yield from (shard.relative_to(path).as_posix(), str(shard.stat().st_size))
 
 
 def _resume(

@@ -32,6 +32,7 @@ class Stream:
 
     Attributes:
         name: What a person calls it.
+        digest: What identifies its files.
         train: One pass over all training documents, for a look at their beginning.
         valid: One pass over all held-out documents, or None if the source sets none apart.
         resume: Endless (state, document) pairs of this host's share, those for which `keep`
@@ -39,6 +40,7 @@ class Stream:
     """
 
     name: str
+    digest: str
     train: Callable[[], Iterator[str]]
     valid: Callable[[], Iterator[str]] | None
     resume: Callable[[State, Keep], Iterator[tuple[State, str]]]
