@@ -8,6 +8,7 @@ import jax
 import optax
 import optax.contrib
 
+from examples.llama.paths import path_string
 from magma_optax import attention_and_mlp, skip_update, stacked, with_magma
 
 # Peak learning rates: for the base as it is, and under Magma. Magma scales the attention and MLP
@@ -56,11 +57,6 @@ class OptimizerConfig:
     survival_prob: float | str = 0.5
     temperature: float = 2.0
     mask_key: int = 0
-
-
-def path_string(path: tuple[Any, ...]) -> str:
-    """Writes a tree path as ``layers/0/mlp/up_proj/kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def decays(params: optax.Params) -> optax.Params:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+from jax.typing import ArrayLike
 
 
 @partial(jax.jit, static_argnames=("graphdef", "length"))
@@ -17,7 +18,7 @@ def sample(
     key: Array,
     *,
     length: int,
-    temperature: float = 0.8,
+    temperature: ArrayLike = 0.8,
 ) -> Array:
     """Continues prompts.
 

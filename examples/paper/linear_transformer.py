@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
-from matplotlib.figure import Figure
 
+from examples.llama.figure import Figure
 from examples.llama.options import Parser, number, whole
 from examples.paper import records
 from magma_optax import skip_update, stacked, with_magma

@@ -15,10 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
-
+from examples.llama.figure import Axes, Figure, SubFigure, colormaps
 from examples.paper import records
 from examples.paper.sweep import TUNED, Record, Row, losses, summarise
 

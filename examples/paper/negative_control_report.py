@@ -12,9 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
+from examples.llama.figure import Axes, Figure
 from examples.paper import records
 from examples.paper.llama_report import arm_names, by_task
 from examples.paper.sweep import RATIO, Record, select, summarise, valid_loss

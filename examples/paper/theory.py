@@ -29,10 +29,10 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.typing import ArrayLike
-from matplotlib.figure import Figure
 
 from examples.llama.config import LlamaConfig
 from examples.llama.data import load
+from examples.llama.figure import Figure
 from examples.llama.model import Llama, cross_entropy
 from examples.llama.options import Parser, number, whole
 from examples.paper import records
