@@ -8,11 +8,13 @@ passed over, and the one before it is taken.
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,7 @@ def restore(
         DamagedError: If there are checkpoints and none of them is whole.
         OSError: If a file can't be read for a reason that is not the checkpoint's.
     """
+    ignore_given_up_reads()
     folder = Path(manager.directory)
     damaged: dict[int, str] = {}
     for step in steps(folder):
@@ -248,7 +251,7 @@ def move(data: grain.DatasetIterator, checkpoint: Path, step: int, shares: int) 
     try:
         data.set_state(place)
     except (KeyError, TypeError) as error:
-        raise DamagedError(f"data holds {place!r}") from error
+        raise DamagedError(f"data: it holds {place!r}") from error
 
 
 def read_arrays(
@@ -259,10 +262,7 @@ def read_arrays(
     Raises:
         DamagedError, OSError: See `restore`.
     """
-    with damage():
-        return read_tree(checkpoint / "params", params), read_tree(
-            checkpoint / "opt_state", opt_state
-        )
+    return read_tree(checkpoint / "params", params), read_tree(checkpoint / "opt_state", opt_state)
 
 
 def read_tree(item: Path, target: Any) -> Any:
@@ -272,10 +272,10 @@ def read_tree(item: Path, target: Any) -> Any:
     """
     places = by_path(target)
     # Orbax's manager would wait for the hosts that failed.
-    with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+    with damage(item), contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
         metadata = handler.metadata(item).tree
         if odd := sorted(places.keys() ^ by_path(metadata).keys()):
-            raise DamagedError(f"{item.name} and this model differ in {odd[0]}")
+            raise DamagedError(f"it and this model differ in {odd[0]}")
         on_disk = jax.tree.map_with_path(lambda path, _: places[path_string(path)], metadata)
         read = by_path(handler.restore(item, args=ocp.args.StandardRestore(on_disk)))
     return jax.tree.map_with_path(lambda path, _: read[path_string(path)], target)
@@ -287,30 +287,43 @@ def read_json(item: Path, file: str = "metadata") -> dict[str, Any]:
     Raises:
         DamagedError, OSError: See `restore`.
     """
-    with damage():
-        value = json.loads((item / file).read_bytes())
-    if not isinstance(value, dict):
-        raise DamagedError(f"{item.name} holds {value!r}")
-    return value
+    with damage(item):
+        value = json.loads((item / file).read_bytes().decode())
+        if not isinstance(value, dict):
+            raise DamagedError(f"it holds {value!r}")
+        return value
 
 
 @contextlib.contextmanager
-def damage() -> Iterator[None]:
-    """Raises DamagedError for what only a damaged checkpoint brings about.
+def damage(item: Path) -> Iterator[None]:
+    """Raises DamagedError for what only a damaged item of a checkpoint brings about.
 
     TensorStore and Orbax raise ValueError, KeyError, bare Exception and more.
     """
     try:
         with disk_errors():
             yield
-    except DamagedError:
-        raise
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in UNDAMAGED:
             raise
-        raise DamagedError(one_line(str(error))[:200] or type(error).__name__) from error
+        reason = one_line(str(error).split(" See full ")[0])[:200] or type(error).__name__
+        raise DamagedError(f"{item.name}: {reason}") from error
+
+
+@functools.cache
+def ignore_given_up_reads() -> None:
+    """Keeps Python from reporting how reads end that Orbax gave up, as another had failed."""
+    report = sys.unraisablehook
+
+    def hook(ended: Any) -> None:
+        code = getattr(ended.object, "cr_code", None)  # of a coroutine
+        given_up = code is not None and "orbax" in code.co_filename
+        if not (given_up or "Event loop is closed" in str(ended.exc_value)):
+            report(ended)
+
+    sys.unraisablehook = hook
 
 
 def sums(params: optax.Params, opt_state: optax.OptState) -> dict[str, int]:

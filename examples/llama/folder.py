@@ -36,6 +36,7 @@ def claim(out: Path | None, resume: bool, name: str) -> Path:
         OSError: If it can't be created.
     """
     with hosts.together():  # every host looks before one writes
+        require_plain(Path("runs") if out is None else out)
         if resume and not (out / metrics.FILE).exists():
             raise SettingsError(f"{out} holds no run to go on with; see --out")
         if not resume and out is not None and out.is_dir() and any(out.iterdir()):
@@ -54,6 +55,21 @@ def claim(out: Path | None, resume: bool, name: str) -> Path:
         if not (out / metrics.FILE).exists():
             raise SettingsError(f"--out {out} is not the folder that host 0 sees; share one")
     return out
+
+
+def require_plain(folder: Path) -> None:
+    """Refuses a path in which Orbax would write checkpoints that it can't find again.
+
+    Raises:
+        SettingsError: If the path has characters with a meaning in patterns, or isn't UTF-8.
+    """
+    path = str(folder.absolute())
+    odd = [c for c in path if c in "[*?\\" or "\ud800" <= c <= "\udfff"]
+    if odd:
+        raise SettingsError(
+            f"--out {path!r}: checkpoints can't be read back from a path with {odd[0]!r} in it; "
+            "give another folder"
+        )
 
 
 def fresh_folder(parent: Path, name: str) -> Path:

@@ -4,18 +4,15 @@ This module imports nothing that is slow, so that a program can call `end_at_onc
 """
 
 import collections
+import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
 
-from examples.llama.console import print_error
-
-Receiver = Callable[[int, str], None]  # takes a signal, and who heard of it
-
-_receive: Receiver | None = None  # for a program that called `end_at_once`
+_receive: Callable[[int, str], None] | None = None  # for a program that called `end_at_once`
+_ending = threading.Lock()  # taken by the first to end the process
 
 
 def end_at_once() -> None:
@@ -31,12 +28,6 @@ def end_at_once() -> None:
     threading.Thread(target=_listen, args=(readable,), daemon=True).start()
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, _pass_on)
-
-
-def end(number: int, message: str) -> NoReturn:
-    """Ends the process at once with `message` and the status that shells expect."""
-    print_error(f"{signal.Signals(number).name}: {message}")
-    os._exit(128 + number)
 
 
 class StopSignal:
@@ -87,20 +78,41 @@ class StopSignal:
     def _note(self, number: int, by: str) -> None:
         self._heard[by] += 1
         if max(self._heard.values()) > 1:  # both may hear of one signal, or one alone
-            end(number, self._lost())
-        if self.number is None:
-            self.number = number
-            if self._several_hosts:
-                os.kill(os.getpid(), signal.SIGTERM)
+            _leave(number, f"\nerror: {_name(number)}: {self._lost()}")
+        elif self.number is None:
+            self._stop(number)
+            _print(f"\n{_name(number)}: stopping after this step; once more ends at once")
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.number is not None:
             raise KeyboardInterrupt(self._lost())
-        self._note(number, by="handler")
+        self._stop(number)
+
+    def _stop(self, number: int) -> None:
+        self.number = number
+        if self._several_hosts:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _end(number: int, by: str) -> NoReturn:
-    end(number, "ended before it was done")
+def _end(number: int, by: str) -> None:
+    _leave(number, f"error: {_name(number)}: ended before it was done")
+
+
+def _leave(number: int, message: str) -> None:
+    """Ends the process with the status that shells expect, once however many threads ask for it."""
+    if _ending.acquire(blocking=False):
+        _print(message)
+        os._exit(128 + number)
+
+
+def _print(message: str) -> None:
+    """Prints past Python's buffers, which the code that was interrupted may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{message}\n".encode(errors="backslashreplace"))
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
 
 
 def _pass_on(number: int, _: FrameType | None) -> None:

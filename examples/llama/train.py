@@ -139,6 +139,8 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
                     f"--steps {args.steps} is less than the {step} that the run in {folder} has "
                     "done; give more"
                 )
+            if args.resume and restored is None and primary:
+                print_warning(f"{folder} holds no checkpoint: the run starts again from step 0")
             log = stack.enter_context(metrics.Metrics(folder, step)) if primary else None
             if primary:
                 lines = [
