@@ -16,7 +16,6 @@ from jax.experimental import multihost_utils
 
 from examples.llama.options import SettingsError
 
-TIMEOUT = 100  # seconds without a sign of life; then a host is lost
 PATIENCE = 24 * 3600  # seconds for the slowest host to read its data
 _exchanges = itertools.count()
 
@@ -25,7 +24,7 @@ class RefusedError(ValueError):
     """A host cannot start; the message says which and why, in the same words on every host."""
 
 
-def join(address: tuple[str, int, int] | tuple[()], timeout: float | None) -> None:
+def join(address: tuple[str, int, int] | tuple[()], timeout: int) -> None:
     """Connects the processes, one per host.
 
     Args:
@@ -37,7 +36,7 @@ def join(address: tuple[str, int, int] | tuple[()], timeout: float | None) -> No
         SettingsError: If the hosts are not known, or if they don't answer.
     """
     try:
-        jax.distributed.initialize(*address, heartbeat_timeout_seconds=timeout or TIMEOUT)
+        jax.distributed.initialize(*address, heartbeat_timeout_seconds=timeout)
     except (ValueError, RuntimeError) as error:
         raise SettingsError(f"--distributed: {error}") from None
 

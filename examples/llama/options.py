@@ -201,7 +201,7 @@ def add_host_options(add: Callable[..., Any]) -> None:
         metavar="ADDRESS:PORT,COUNT,NUMBER",
         help="one process a host; without a value, as the cluster's environment says",
     )
-    add("--host-timeout", type=whole(1), help="seconds; then a silent host is lost (100)")
+    add("--host-timeout", type=whole(1), default=100, help="seconds; then a silent host is lost")
 
 
 def host_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -211,7 +211,7 @@ def host_options(argv: Sequence[str]) -> argparse.Namespace:
     try:
         return parser.parse_known_args(argv)[0]
     except SettingsError:
-        return argparse.Namespace(distributed=None, host_timeout=None)
+        return argparse.Namespace(distributed=None)
 
 
 def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> argparse.Namespace:
@@ -232,7 +232,6 @@ def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) ->
         need(args, args.magma, "--magma", "survival_prob")
     masked = args.magma or args.skip_update
     need(args, masked, "--magma or --skip-update", "survival_prob", "mask_key")
-    need(args, args.distributed is not None, "--distributed", "host_timeout")
     if args.distributed is not None and args.out is None:
         raise SettingsError("--distributed needs --out, one folder that all hosts see")
     if args.resume and args.out is None:
