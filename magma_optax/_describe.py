@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections import Counter
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -36,21 +35,16 @@ class Masking:
             sum(map(math.prod, shapes.values())) for shapes in (self.masked, self.left_out)
         )
         total, leaves = inside + outside, len(self.masked) + len(self.left_out)
-        share = 100 * inside / max(total, 1)
+        blocks, share = sum(self.blocks.values()), 100 * inside / max(total, 1)
         return (
-            f"masked: {len(self.masked):,} of {leaves:,} leaves in {sum(self.blocks.values()):,} "
-            f"blocks, {share:.1f} % of {total:,} parameters"
+            f"masked: {len(self.masked):,} of {leaves:,} leaves in {blocks:,} "
+            f"block{'s' * (blocks != 1)}, {share:.1f} % of {total:,} parameters"
         )
 
     def __str__(self) -> str:
         """The summary, then a line per kind of leaf; layers are counted together."""
-        lines = [self.summary]
-        for (path, shape, blocks), count in _kinds(self.masked, self.blocks).items():
-            lines.append(f"  {count:>4} x {shape!s:<20} {blocks:>6} block(s) each  {path}")
-        lines.append("left out:")
-        for (path, shape, _), count in _kinds(self.left_out, {}).items():
-            lines.append(f"  {count:>4} x {shape!s:<20} {'':>20}{path}")
-        return "\n".join(lines)
+        masked, left_out = _rows(self.masked, self.blocks), _rows(self.left_out, {})
+        return "\n".join([self.summary, *masked, "left out:", *left_out])
 
 
 def describe_masking(
@@ -66,10 +60,10 @@ def describe_masking(
       >>> from magma_optax import attention_and_mlp, describe_masking
       >>> params = {"mlp": {"up_proj": jnp.ones((4, 8))}, "norm": {"scale": jnp.ones(4)}}
       >>> print(describe_masking(params, where=attention_and_mlp))
-      masked: 1 of 2 leaves in 1 blocks, 88.9 % of 36 parameters
-         1 x (4, 8)                    1 block(s) each  mlp/up_proj
+      masked: 1 of 2 leaves in 1 block, 88.9 % of 36 parameters
+           1 x (4, 8)               1 block each       mlp/up_proj
       left out:
-         1 x (4,)                                      norm/scale
+           1 x (4,)                                    norm/scale
 
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct``.
@@ -89,12 +83,14 @@ def describe_masking(
     )
 
 
-def _kinds(shapes: dict[str, tuple[int, ...]], blocks: dict[str, int]) -> Counter[Any]:
-    """Count leaves that differ by the number of their layer alone."""
-    kinds = Counter(
-        (_LAYER.sub("*", path), shape, blocks.get(path)) for path, shape in shapes.items()
-    )
-    names = {_LAYER.sub("*", path): path for path in shapes}
-    return Counter(
-        {(p if n > 1 else names[p], shape, cut): n for (p, shape, cut), n in kinds.items()}
-    )
+def _rows(shapes: dict[str, tuple[int, ...]], blocks: dict[str, int]) -> list[str]:
+    """One line per kind of leaf: those that differ by the number of their layer alone."""
+    kinds: dict[Any, list[str]] = {}
+    for path, shape in shapes.items():
+        kinds.setdefault((_LAYER.sub("*", path), shape, blocks.get(path)), []).append(path)
+    rows = []
+    for (pattern, shape, count), paths in kinds.items():
+        name = pattern if len(paths) > 1 else paths[0]
+        cut = "" if count is None else f"{count:,} block{'s' * (count != 1)} each"
+        rows.append(f"{len(paths):>6} x {shape!s:<20} {cut:<18} {name}")
+    return rows
