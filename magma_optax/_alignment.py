@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from magma_optax._blocks import AxisName, Blocks
@@ -103,7 +104,7 @@ def widen(x: jax.Array) -> jax.Array:
 
 def widen_together(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cast both to the dtype that holds either, float32 at least."""
-    dtype = jnp.promote_types(widen(x).dtype, widen(y).dtype)
+    dtype = np.promote_types(widen(x).dtype, widen(y).dtype)  # NumPy's is never strict.
     return x.astype(dtype), y.astype(dtype)
 
 

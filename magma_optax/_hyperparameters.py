@@ -52,8 +52,9 @@ class Hyperparameters:
             self.survival_prob
         ):
             raise TypeError(
-                "magma and skip_update are links of a chain and take no base optimizer: write "
-                "optax.chain(base, magma()), optax.chain(base, skip_update()) or with_magma(base)"
+                "survival_prob must be a number or a schedule, got an optimizer. magma and "
+                "skip_update are links of a chain and take none: write optax.chain(base, magma()), "
+                "optax.chain(base, skip_update()) or with_magma(base)"
             )
         if not (isinstance(self.survival_prob, str) and self.survival_prob == "alignment"):
             _check_number("survival_prob", self.survival_prob, lambda p: 0 < p <= 1, "in (0, 1]")

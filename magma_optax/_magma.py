@@ -16,7 +16,7 @@ from magma_optax._alignment import (
     widen_together,
 )
 from magma_optax._blocks import AxisName, BlockAxes, Where
-from magma_optax._caller import warn
+from magma_optax._caller import is_link, warn
 from magma_optax._hyperparameters import Hyperparameters, Schedule
 from magma_optax._masking import mask_updates, score_and_toss
 from magma_optax._momentum import init_momentum, masked_paths, match_blocks, replace_momentum
@@ -146,7 +146,8 @@ def magma(
         old = match_blocks(state.momentum, updates, cuts, "momentum")
         if grad is not None:
             incoming, moments = match_blocks(grad, updates, cuts, "grad"), _from_gradient
-            warn_once(cuts and _same_arrays(grad, updates, cuts), _FIRST)
+            first = is_link() and _same_arrays(grad, updates, cuts)
+            warn_once(cuts and first, _FIRST)
         else:
             warn_once(cuts, _ESTIMATED.format(base))
             incoming = match_blocks(updates, updates, cuts, "updates")

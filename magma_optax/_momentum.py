@@ -26,7 +26,9 @@ def init_momentum(params: Any, paths: Iterable[str], dtype: Any = None) -> Any:
 def _dtype_for(leaf: Any, dtype: Any) -> Any:
     if dtype is None:
         return jnp.result_type(leaf)  # Said, so that of a weakly typed leaf it is strong.
-    return jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(leaf) else dtype
+    if not jnp.iscomplexobj(leaf):
+        return dtype
+    return jnp.complex128 if jnp.dtype(dtype).itemsize > 4 else jnp.complex64
 
 
 def replace_momentum(momentum: Any, new: dict[str, jax.Array]) -> Any:
