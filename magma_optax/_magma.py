@@ -63,6 +63,7 @@ def magma(
 
     Pass the gradients that the base got as ``grad=`` for the exact algorithm. Without them the
     gradient is estimated from the incoming updates, as ``base`` says, and a warning is given once.
+    A learning rate that changes from step to step spoils the estimate: put the link before it.
     Keep to one of the two in one run: they share a buffer.
 
     Example:
@@ -112,7 +113,10 @@ def magma(
     Raises:
       ValueError: a number out of its range or an unknown choice, here; leaves that do not match,
         in ``init`` and ``update``, with their path.
-      TypeError: an argument of the wrong kind.
+      TypeError: an argument of the wrong kind, here; a leaf that is no array, with its path.
+
+    Warns:
+      UserWarning: once, without ``grad=``; or if ``grad`` shows that the link is a chain's first.
 
     References:
       Joo et al., `On Surprising Effectiveness of Masking Updates in Adaptive Optimizers`, 2026.

@@ -103,8 +103,9 @@ def with_magma(
       ``inner_state``; extra arguments go to ``inner``.
 
     Raises:
-      ValueError: as `magma`; or, with ``sparse_state``, blocks within a leaf of which ``inner``
-        keeps a state of another shape.
+      ValueError: as `magma`; ``inner`` is or holds an `optax.MultiSteps`, which belongs around
+        the wrapper; or, with ``sparse_state``, blocks within a leaf of which ``inner`` keeps a
+        state of another shape.
       TypeError: an argument of the wrong kind.
 
     References:

@@ -246,3 +246,14 @@ class TestSummarize:
         assert summarize(skip_update().init(PARAMS)) == {}
         assert summarize(optax.adam(1e-2).init(PARAMS)) == {}
         assert "skip_update" in summarize.__doc__
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_jitted_steps_transfer_nothing_implicitly(name):
+    """As with JAX_TRANSFER_GUARD=disallow; outside jit Optax's own Adam transfers numbers."""
+    tx = optax.with_extra_args_support(TRANSFORMATIONS[name])
+    params, grads = jax.device_put((PARAMS, GRADS))
+    with jax.transfer_guard("disallow"):
+        state = jax.jit(tx.init)(params)
+        jax.jit(lambda g, s, p: tx.update(g, s, p, grad=g))(grads, state, params)
+        jax.jit(tx.init)(params)
