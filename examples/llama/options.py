@@ -247,12 +247,8 @@ def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) ->
     default(args, "survival_prob", 0.5)
     default(args, "temperature", 2.0)
     default(args, "mask_key", args.seed)
-    try:
-        platform = jax.default_backend()
-    except RuntimeError as error:
-        raise SettingsError(f"JAX finds no device: {error}") from None
-    default(args, "dtype", "float32" if platform == "cpu" else "bfloat16")
-    flash = platform == "gpu" and args.dtype == "bfloat16"
+    default(args, "dtype", "float32" if platform() == "cpu" else "bfloat16")
+    flash = platform() == "gpu" and args.dtype == "bfloat16"
     default(args, "attention", "cudnn" if flash else "xla")
 
     if args.warmup >= args.steps:
@@ -269,7 +265,7 @@ def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) ->
             f"--accumulate {args.accumulate} does not cut --batch-size {args.batch_size} "
             f"into multiples of {rows} rows (data times fsdp)"
         )
-    if args.attention == "cudnn" and (platform, args.dtype) != ("gpu", "bfloat16"):
+    if args.attention == "cudnn" and (platform(), args.dtype) != ("gpu", "bfloat16"):
         raise SettingsError("--attention cudnn needs a GPU and --dtype bfloat16")
     return args
 
@@ -286,6 +282,18 @@ def whole_mesh(sizes: dict[str, int], devices: int) -> dict[str, int]:
         given = ",".join(f"{name}={size}" for name, size in full.items())
         raise SettingsError(f"--mesh {given} is not made of all {devices} devices")
     return full
+
+
+def platform() -> str:
+    """Returns what kind of device JAX uses.
+
+    Raises:
+        SettingsError: If it finds none.
+    """
+    try:
+        return jax.default_backend()
+    except RuntimeError as error:
+        raise SettingsError(f"JAX finds no device: {error}") from None
 
 
 def need(args: argparse.Namespace, met: bool, partner: str, *names: str) -> None:
@@ -309,6 +317,13 @@ def default(args: argparse.Namespace, name: str, value: Any) -> None:
 def masking(args: argparse.Namespace) -> str:
     """Returns what is done to the attention and MLP updates."""
     return "magma" if args.magma else "skip" if args.skip_update else "none"
+
+
+def jsonable(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns all options, ready for JSON."""
+    return {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+    }
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from examples.llama.options import (
     SettingsError,
     configuration,
     host_options,
+    jsonable,
     masking,
     parser,
     resolve,
@@ -147,14 +148,16 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
                     f"{args.preset}: {count(params):,} parameters, {describe(mesh)}",
                     data.name,
                     f"{folder}: from step {step} to {args.steps}",
-                    describe_optimizer(args),
+                    optimizers.describe(
+                        optimizer_config(args), optimizers.layer_blocks(args.scan_layers), shapes
+                    ),
                 ]
                 write_settings(
                     folder,
                     "examples.llama.train",
                     argv,
                     step,
-                    options={name: jsonable(value) for name, value in vars(args).items()},
+                    options=jsonable(args),
                     data={"name": data.name, "digest": data.digest},
                     parameters=count(params),
                 )
@@ -308,11 +311,9 @@ def abstract_state(init: Callable, layout: sharding.Layout) -> tuple[optax.Param
     )
 
 
-def make_optimizer(
-    args: argparse.Namespace,
-) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
-    """Returns the optimizer and its learning rate as a function of the steps done."""
-    config = optimizers.OptimizerConfig(
+def optimizer_config(args: argparse.Namespace) -> optimizers.OptimizerConfig:
+    """Returns what the options say about the optimizer."""
+    return optimizers.OptimizerConfig(
         name=args.optimizer,
         learning_rate=args.learning_rate,
         steps=args.steps,
@@ -324,23 +325,17 @@ def make_optimizer(
         temperature=args.temperature,
         mask_key=args.mask_key,
     )
+
+
+def make_optimizer(
+    args: argparse.Namespace,
+) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
+    """Returns the optimizer and its learning rate as a function of the steps done."""
+    config = optimizer_config(args)
     try:
         return optimizers.build(config, args.scan_layers), optimizers.schedule(config)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-
-
-def describe_optimizer(args: argparse.Namespace) -> str:
-    """Says which optimizer, at which rate."""
-    name = {"none": "", "magma": " with Magma", "skip": " with SkipUpdate"}[masking(args)]
-    plain, masked = optimizers.LEARNING_RATES[args.optimizer]
-    rate = f"{args.learning_rate:g}"
-    if args.magma and args.learning_rate == masked != plain:
-        rate += f" (the default with --magma; {plain:g} without)"
-    return (
-        f"{args.optimizer}{name}, peak learning rate {rate}: {args.warmup} steps of linear "
-        f"warm-up, then a cosine to a tenth at step {args.steps}"
-    )
 
 
 def changed_schedule(args: argparse.Namespace, folder: Path, step: int) -> list[str]:
@@ -439,12 +434,17 @@ def report(folder: Path, data: Data, loss: float, lines: list[str]) -> None:
         f"unigram entropy {data.unigram_entropy:.4f}, "
         f"perplexity {perplexity(data.unigram_entropy):.3f}"
     )
-    try:
-        say(f"curves: {plot(folder, data.unigram_entropy)}")
-    except Exception as error:  # no picture is a reason to call the run a failure
-        print_warning(f"the curves could not be drawn ({type(error).__name__}: {error})")
+    draw(folder, data.unigram_entropy)
     for line in lines:
         say("sample:", printable(line).replace("\n", "\n        "))
+
+
+def draw(folder: Path, unigram_entropy: float) -> None:
+    """Draws the curves; a run does not fail for want of a picture."""
+    try:
+        say(f"curves: {plot(folder, unigram_entropy)}")
+    except Exception as error:
+        print_warning(f"the curves could not be drawn ({type(error).__name__}: {error})")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -493,18 +493,13 @@ def agreed(args: argparse.Namespace) -> argparse.Namespace:
         SettingsError: For options that don't go together; on several hosts hosts.RefusedError.
     """
     own = {"distributed", "out", "data", "tokenizer"}
-    typed = {name: jsonable(value) for name, value in vars(args).items() if name not in own}
+    typed = {name: value for name, value in jsonable(args).items() if name not in own}
     hosts.require_same(typed | {"out is given": args.out is not None})
     saved = {}
     if args.resume and args.out is not None:
         saved = checkpoint.last_config(args.out / "checkpoints")
     with hosts.together():
         return resolve(args, saved)
-
-
-def jsonable(value: Any) -> Any:
-    """Returns an option's value, ready for JSON."""
-    return str(value) if isinstance(value, Path) else value
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from examples.llama.data import load
 from examples.llama.figure import Figure
 from examples.llama.model import Llama, cross_entropy
 from examples.llama.options import Parser, number, whole
+from examples.llama.paths import by_path
 from examples.paper import records
 from magma_optax import attention_and_mlp, skip_update, with_magma
 
@@ -181,7 +182,7 @@ def descent(
 
     def terms(batch: Any, steps: jax.Array) -> Any:
         g = jax.grad(loss_of)(params, batch)
-        s = optax.tree.get(tx.update(g, state, params)[1], "alignment")
+        s = by_path(optax.tree.get(tx.update(g, state, params)[1], "alignment"))
         descents = {b: jnp.vdot(g[b], mean_gradient[b]) for b in blocks}
         squares = {b: jnp.vdot(g[b], g[b]) for b in blocks}
 
