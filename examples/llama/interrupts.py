@@ -81,7 +81,7 @@ class StopSignal:
             _leave(number, f"\nerror: {_name(number)}: {self._lost()}")
         elif self.number is None:
             self._stop(number)
-            _print(f"\n{_name(number)}: stopping after this step; once more ends at once")
+            _print(f"\n{_name(number)}: stopping; once more ends at once")
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.number is not None:

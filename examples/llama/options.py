@@ -66,6 +66,13 @@ class Parser(argparse.ArgumentParser):
         """Raises SettingsError for a wrong option."""
         raise SettingsError(message)
 
+    def refuse_idle(self, args: argparse.Namespace, beside: str, *names: str) -> None:
+        """Exits with status 2 for an option that was given and does nothing beside another."""
+        for name in names:
+            if getattr(args, name) != self.get_default(name):
+                option = f"--{name.replace('_', '-')}"
+                self.exit(2, f"error: {option} does nothing {beside}; leave it out\n")
+
 
 def number(
     low: float, kind: type = float, *, above: bool = False, high: float = math.inf
