@@ -41,9 +41,14 @@ def join(address: tuple[str, int, int] | tuple[()], timeout: int) -> None:
         raise SettingsError(f"--distributed: {error}") from None
 
 
+def several() -> bool:
+    """Says whether there are several hosts; starts no device to find out."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
 def gather(text: str) -> list[str]:
     """Returns every host's text on every host; all have to call this together."""
-    if jax.process_count() == 1:
+    if not several():
         return [text]
     # Wait here: a collective of the devices would give up on a slow host within seconds.
     wait = ocp.multihost.get_barrier_sync_fn()
@@ -65,7 +70,7 @@ def together() -> Iterator[None]:
     Raises:
         RefusedError: If a host raised an error; on a single host that error itself.
     """
-    if jax.process_count() == 1:
+    if not several():
         yield
         return
     refusal: Exception | None = None
@@ -98,7 +103,9 @@ def require_same(values: Mapping[str, Any]) -> None:
     first, *others = map(json.loads, gather(json.dumps(values)))
     for host, other in enumerate(others, 1):
         if found := differences(first, other, "on host 0", f"on host {host}"):
-            raise RefusedError(f"the hosts differ: {found}; start all with the same options")
+            raise RefusedError(
+                f"the hosts differ: {found}; start all with the same options and data"
+            )
 
 
 def differences(one: Mapping[str, Any], two: Mapping[str, Any], here: str, there: str) -> str:

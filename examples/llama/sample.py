@@ -43,6 +43,6 @@ def sample(
         model = nnx.merge(graphdef, params)  # NNX wants it made where it is used
         logits = model(tokens)[:, position - 1].astype(jnp.float32)  # (B, V)
         chosen = jax.random.categorical(jax.random.fold_in(key, position), logits / temperature)
-        return tokens.at[:, position].set(chosen)
+        return tokens.at[:, position].set(chosen.astype(tokens.dtype))
 
     return jax.lax.fori_loop(start, length, extend, tokens)

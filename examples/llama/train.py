@@ -123,7 +123,7 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
     with contextlib.ExitStack() as stack:
         # Left in reverse order: signals stay held until the last checkpoint is complete.
-        stop = stack.enter_context(interrupts.StopSignal(lost, jax.process_count() > 1))
+        stop = stack.enter_context(interrupts.StopSignal(lost, hosts.several()))
         stack.enter_context(jax.set_mesh(mesh))  # the model looks at it
         stack.enter_context(one_for_all())  # the last checkpoint may fail
         manager = stack.enter_context(checkpoint.open_manager(folder / "checkpoints"))
@@ -144,14 +144,6 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
                 print_warning(f"{folder} holds no checkpoint: the run starts again from step 0")
             log = stack.enter_context(metrics.Metrics(folder, step)) if primary else None
             if primary:
-                lines = [
-                    f"{args.preset}: {count(params):,} parameters, {describe(mesh)}",
-                    data.name,
-                    f"{folder}: from step {step} to {args.steps}",
-                    optimizers.describe(
-                        optimizer_config(args), optimizers.layer_blocks(args.scan_layers), shapes
-                    ),
-                ]
                 write_settings(
                     folder,
                     "examples.llama.train",
@@ -161,16 +153,14 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
                     data={"name": data.name, "digest": data.digest},
                     parameters=count(params),
                 )
-                lines += changed_schedule(args, folder, step)
-                say("\n".join(lines))
-        bar = tqdm(
-            total=args.steps,
-            initial=step,
-            unit="step",
-            disable=not primary,
-            file=console.stderr,
-        )
-        stack.enter_context(bar)
+                say(f"{args.preset}: {count(params):,} parameters, {describe(mesh)}")
+                say(data.name)
+                say(f"{folder}: from step {step} to {args.steps}")
+                blocks = optimizers.layer_blocks(args.scan_layers)
+                say(optimizers.describe(optimizer_config(args), blocks, shapes))
+                say_changed_schedule(args, folder, step)
+        shown = {"unit": "step", "disable": not primary, "file": console.stderr}
+        bar = stack.enter_context(tqdm(total=args.steps, initial=step, **shown))
 
         seen: list[dict[str, Array]] = []  # on the device until the next record
         start = step
@@ -338,15 +328,14 @@ def make_optimizer(
         raise SettingsError(str(error)) from None
 
 
-def changed_schedule(args: argparse.Namespace, folder: Path, step: int) -> list[str]:
+def say_changed_schedule(args: argparse.Namespace, folder: Path, step: int) -> None:
     """Says so if the run had another length when it did `step`."""
     was = checkpoint.config(folder / "checkpoints", step).get("steps", args.steps)
-    if was == args.steps:
-        return []
-    return [
-        f"after step {step} the learning rate follows the schedule of {args.steps} steps; until "
-        f"then it followed the one of {was} steps"
-    ]
+    if was != args.steps:
+        say(
+            f"after step {step} the learning rate follows the schedule of {args.steps} steps; "
+            f"until then it followed the one of {was} steps"
+        )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -453,7 +442,7 @@ def draw(folder: Path, unigram_entropy: float) -> None:
 
 def stop_reached(stop: interrupts.StopSignal, step: int) -> bool:
     """Says whether to stop after `step`; all hosts agree on the step."""
-    if jax.process_count() > 1:
+    if hosts.several():
         return multihost_utils.reached_preemption_sync_point(step)
     return stop.number is not None
 
@@ -466,9 +455,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse(argv)
     except SettingsError as error:
         refusal, args = error, host_options(argv)
-    try:
-        if args.distributed is not None:
+    if args.distributed is not None:
+        try:
             hosts.join(args.distributed, args.host_timeout)
+        except SettingsError as error:
+            print_error(str(refusal or error))
+            return 2
+    try:
         with one_for_all():
             with hosts.together():
                 if refusal:
@@ -482,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hosts.RefusedError,
         OSError,
     ) as error:
-        print_error(str(refusal or error))
+        print_error(str(error))
         return 2
 
 
@@ -513,7 +506,7 @@ def one_for_all() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if jax.process_count() == 1 or isinstance(error, hosts.RefusedError):
+        if not hosts.several() or isinstance(error, hosts.RefusedError):
             raise  # there is no other, or all see the same error
         print_error(
             f"host {jax.process_index()} of {jax.process_count()} can't go on, as it failed or "
