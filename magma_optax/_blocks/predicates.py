@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from magma_optax._paths import path_string
+from magma_optax._blocks.paths import path_string
 
 # Modules that hold the matrices, in lower case and without a counter ("MlpBlock_0" -> "mlpblock").
 _ATTENTION = frozenset(
