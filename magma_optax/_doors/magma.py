@@ -22,17 +22,17 @@ def magma(
     survival_prob: ArrayLike | Schedule | Literal["alignment"] = 0.5,
     temperature: ArrayLike | Schedule = 2.0,
     *,
-    b1: ArrayLike = 0.9,
-    score_decay: ArrayLike | Schedule = 0.9,
-    initial_score: ArrayLike = 0.5,
-    damping: bool = True,
-    rescale: bool = False,
     where: Where | None = None,
     blocks: Granularity = "leaf",
     key: ArrayLike = 0,
-    axis_name: AxisName = None,
-    momentum_dtype: Any = None,
     base: Literal["momentum", "gradient"] = "momentum",
+    b1: ArrayLike = 0.9,
+    momentum_dtype: Any = None,
+    axis_name: AxisName = None,
+    damping: bool = True,
+    rescale: bool = False,
+    score_decay: ArrayLike | Schedule = 0.9,
+    initial_score: ArrayLike = 0.5,
     score: Score = ALIGNMENT,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Momentum-aligned gradient masking: mask blocks at random, damp the rest by their alignment.
@@ -68,12 +68,6 @@ def magma(
         schedule ``step -> p`` (the first step is 0), or ``"alignment"`` for p = the block's
         :math:`\tilde s_t` (an ablation of the paper). 1.0 leaves damping alone.
       temperature: tau > 0; a number or a schedule. Values of schedules are not checked.
-      b1: decay of the EMA of gradients, mu, in [0, 1): the base's own.
-      score_decay: decay of the EMA of scores, in [0, 1); a number or a schedule.
-      initial_score: s_0; 0.5 is sigmoid(0).
-      damping: whether s_t is multiplied in.
-      rescale: whether surviving updates are divided by p, as in the paper's theory section (not in
-        its Algorithm 1). ``magma(damping=False, rescale=True)`` updates as `skip_update`.
       where: which leaves are masked: ``(path, leaf) -> bool`` with the path as in
         ``"layers/0/mlp/up_proj/kernel"`` and the leaf as a ``jax.ShapeDtypeStruct``, or a tree of
         bools. The paper uses ``attention_and_mlp``. Other leaves pass through bit for bit and keep
@@ -84,14 +78,20 @@ def magma(
         `stacked`.
       key: an int of up to 64 bits, a ``jax.random.key`` or raw key data. The coin of a block is a
         function of key, step, path and block index alone.
-      axis_name: mesh axis or axes that shard the parameters inside ``shard_map``: inner products
-        are summed over them. Not needed with ``jit`` and ``NamedSharding``, nor with ``pmap``.
-      momentum_dtype: dtype of the EMA of gradients; None for the parameter's, which is too coarse
-        for an average where parameters are float8.
       base: how to estimate gradients where none are passed. ``"momentum"``, for updates that move
         like a momentum (Adam, LaProp, SGD with momentum): g is about u_t - b1 u_{t-1}, mu about
         u_t. ``"gradient"``, for updates that move like a gradient (SGD, RMSProp): g is about u_t,
         mu about its EMA. The wrong choice is worthless.
+      b1: decay of the EMA of gradients, mu, in [0, 1): the base's own.
+      momentum_dtype: dtype of the EMA of gradients; None for the parameter's, which is too coarse
+        for an average where parameters are float8.
+      axis_name: mesh axis or axes that shard the parameters inside ``shard_map``: inner products
+        are summed over them. Not needed with ``jit`` and ``NamedSharding``, nor with ``pmap``.
+      damping: whether s_t is multiplied in.
+      rescale: whether surviving updates are divided by p, as in the paper's theory section (not in
+        its Algorithm 1). ``magma(damping=False, rescale=True)`` updates as `skip_update`.
+      score_decay: decay of the EMA of scores, in [0, 1); a number or a schedule.
+      initial_score: s_0; 0.5 is sigmoid(0).
       score: how :math:`\tilde s_t` follows from mu_t, g_t and mu_{t-1}; by default as above. See
         `Score` for another.
 

@@ -36,17 +36,17 @@ def with_magma(
     survival_prob: ArrayLike | Schedule | Literal["alignment"] = 0.5,
     temperature: ArrayLike | Schedule = 2.0,
     *,
-    b1: ArrayLike = 0.9,
-    score_decay: ArrayLike | Schedule = 0.9,
-    initial_score: ArrayLike = 0.5,
-    damping: bool = True,
-    rescale: bool = False,
     where: Where | None = None,
     blocks: Granularity = "leaf",
     key: ArrayLike = 0,
-    axis_name: AxisName = None,
-    momentum_dtype: Any = None,
     first_moment: Literal["auto", "own"] | Callable[[Any], Any] = "auto",
+    b1: ArrayLike = 0.9,
+    momentum_dtype: Any = None,
+    axis_name: AxisName = None,
+    damping: bool = True,
+    rescale: bool = False,
+    score_decay: ArrayLike | Schedule = 0.9,
+    initial_score: ArrayLike = 0.5,
     sparse_state: bool = False,
     score: Score = ALIGNMENT,
 ) -> optax.GradientTransformationExtraArgs:
@@ -63,24 +63,24 @@ def with_magma(
 
     Args:
       inner: the base optimizer. Its state advances on every step, masked or not.
-      survival_prob: as in `magma`, like all up to ``momentum_dtype``.
+      survival_prob: see `magma`.
       temperature: see `magma`.
-      b1: see `magma`; used where an EMA of its own is kept. The base's has the base's decay.
-      score_decay: see `magma`.
-      initial_score: see `magma`.
-      damping: see `magma`.
-      rescale: see `magma`.
       where: see `magma`.
       blocks: see `magma`.
       key: see `magma`.
-      axis_name: see `magma`.
-      momentum_dtype: see `magma`.
       first_moment: where mu comes from. ``"auto"``: the base's state, for each parameter for which
         the base keeps an EMA of the raw gradient there (adam, adamw, nadam, amsgrad, radam, yogi,
         lamb, lion, muon, sgd with momentum, ...; found by reading the base's update, also through
         ``partition`` and ``masked``), and an EMA of its own for the others, and for all where the
         base needs extra arguments (``reduce_on_plateau``). ``"own"``: always its own. Or a function
         from the new state of ``inner`` to a tree like the parameters.
+      b1: see `magma`; used where an EMA of its own is kept. The base's has the base's decay.
+      momentum_dtype: see `magma`.
+      axis_name: see `magma`.
+      damping: see `magma`.
+      rescale: see `magma`.
+      score_decay: see `magma`.
+      initial_score: see `magma`.
       sparse_state: the paper's ablation "sparse momentum": what ``inner`` keeps of a masked block
         (and Magma's own EMA) does not advance on that step. Its score does.
       score: see `magma`.

@@ -81,6 +81,10 @@ class Options:
             raise TypeError(
                 f"axis_name must be a mesh axis or a tuple of them, got {self.axis_name!r}"
             )
+        if self.score is not None and not hasattr(self.score, "of_sums"):
+            raise TypeError(
+                f"score must be a magma_optax.Score(products, of_sums), got {self.score!r}"
+            )
         self.key = raw_key(self.key)
 
     def find_cuts(self, tree: NamedTree, typed: NamedTree | None = None) -> dict[str, Cut]:
