@@ -72,7 +72,7 @@ def check_scores(state: MagmaState, cuts: dict[str, Cut], updates: NamedTree) ->
       ValueError: the state and the updates differ; it names the leaf.
     """
     named = NamedTree(state.alignment)
-    scores = named.leaves
+    scores = named.leaves if updates.pairs or updates.frozen else {}  # See `init_state`.
     for path in [*cuts, *scores]:
         if (path in cuts or is_below(path, updates.frozen)) and path in scores:
             continue
