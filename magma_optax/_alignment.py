@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from magma_optax._blocks import AxisName, Blocks
@@ -13,8 +14,13 @@ from magma_optax._mesh import varying_axes
 
 def update_momentum(momentum: jax.Array, gradient: jax.Array, b1: Any) -> jax.Array:
     """mu_t = b1 mu_{t-1} + (1 - b1) g_t, in float32 or wider; elements with non-finite g stay."""
-    mu, g = widen(momentum), widen(gradient)
-    return keep_finite(g, b1 * mu + (1 - b1) * g, mu)
+    return keep_finite(gradient, mix(b1, momentum, 1 - b1, gradient), widen(momentum))
+
+
+def mix(a: Any, x: jax.Array, b: Any, y: jax.Array) -> jax.Array:
+    """A x + b y, in the dtype that holds both; numbers are rounded to it."""
+    x, y = widen_together(x, y)
+    return jnp.asarray(a, x.dtype) * x + jnp.asarray(b, y.dtype) * y
 
 
 def read_apart(tree: Any) -> Any:
@@ -33,7 +39,7 @@ def read_apart(tree: Any) -> Any:
 
 def keep_finite(gradient: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """``new`` where the gradient is finite, else ``old``: one NaN must not poison an average."""
-    return jnp.where(jnp.isfinite(gradient), new, old)
+    return jnp.where(jnp.isfinite(gradient), new, old.astype(new.dtype))
 
 
 def cosine_similarity(
@@ -56,7 +62,7 @@ def cosine_similarity(
     """
     products = {}
     for path, cut in blocks.items():
-        x, y = widen(mu[path]), widen(g[path])
+        x, y = widen_together(mu[path], g[path])
         products[path] = (cut.sum(_inner(x, y)), cut.sum(_inner(x, x)), cut.sum(_inner(y, y)))
     return cosine_of_sums(products, blocks, axis_name)
 
@@ -94,6 +100,12 @@ def _inner(x: jax.Array, y: jax.Array) -> jax.Array:
 def widen(x: jax.Array) -> jax.Array:
     """Cast floats narrower than float32 to float32; leave wider and complex arrays."""
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+
+
+def widen_together(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cast both to the dtype that holds either, float32 at least."""
+    dtype = np.promote_types(widen(x).dtype, widen(y).dtype)  # NumPy's is never strict.
+    return x.astype(dtype), y.astype(dtype)
 
 
 def _sum_over_mesh(

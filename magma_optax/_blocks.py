@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from magma_optax._paths import leaves_by_path
+from magma_optax._paths import leaves_by_path, named_leaves, none_paths
 
 Where = Callable[[str, jax.ShapeDtypeStruct], bool] | Any
 BlockAxes = Callable[[str, jax.ShapeDtypeStruct], int | Sequence[int]]
@@ -117,53 +117,69 @@ def find_blocks(
 ) -> dict[str, Blocks]:
     """Return how each masked leaf is cut, by path.
 
-    Integer, boolean and empty leaves carry no block.
+    Integer, boolean and empty leaves carry no block, nor does None.
 
     Args:
       tree: parameters or updates.
       where: None for all leaves, ``(path, ShapeDtypeStruct) -> bool``, or a tree of bools (which
         may be a prefix of ``tree``).
       blocks: a granularity or ``(path, ShapeDtypeStruct) -> axes``.
-      params: the parameters, if ``tree`` is updates: a leaf's dtype is its parameter's. (A base may
-        turn the gradient of an integer into a float.)
+      params: the parameters (or gradients), if ``tree`` is updates: a leaf's dtype is its
+        parameter's. (A base may turn the gradient of an integer into a float.)
 
     Raises:
-      ValueError: ``where`` selects nothing or misses a leaf, or an axis is out of range.
+      ValueError: ``where`` selects nothing or misses a leaf, an axis is out of range, or a block
+        shares its path with another leaf.
+      TypeError: a leaf is no array.
     """
-    typed = leaves_by_path(params)
-    leaves = {
-        path: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(typed.get(path, leaf)))
-        for path, leaf in leaves_by_path(tree).items()
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    }
-    candidates = {
-        path: leaf
-        for path, leaf in leaves.items()
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
-    }
+    candidates = candidate_leaves(tree, params)
     selects = _selector(where)
     selected = {path: leaf for path, leaf in candidates.items() if selects(path, leaf)}
-    if candidates and not selected:
+    # With frozen leaves, whose gradients are None, those that `where` selects may all be frozen.
+    if candidates and not selected and not none_paths(tree):
         raise ValueError(
             f"`where` selects none of the {len(candidates)} leaves; it saw {_some(candidates)}. "
             "Write a predicate (path, leaf) -> bool that fits these paths, or leave `where` out"
         )
+    leaves_by_path(tree, selected)  # Refuses two leaves with one path.
     return {path: _cut(path, leaf, blocks) for path, leaf in selected.items()}
+
+
+def candidate_leaves(tree: Any, params: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the leaves of ``tree`` that can carry blocks: arrays of floats that are not empty."""
+    typed = dict(named_leaves(params))
+    candidates = {}
+    for path, leaf in named_leaves(tree):
+        dtypes = [_dtype(path, x) for x in (leaf, typed.get(path, leaf))]
+        struct = jax.ShapeDtypeStruct(jnp.shape(leaf), dtypes[1])
+        if all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes) and struct.size:
+            candidates[path] = struct
+    return candidates
+
+
+def _dtype(path: str, leaf: Any) -> Any:
+    try:
+        return jnp.result_type(leaf)
+    except TypeError:
+        raise TypeError(
+            f"the leaf {path!r} is {leaf!r}, which is no array: give a tree of arrays, such as "
+            "eqx.filter(model, eqx.is_inexact_array) of an Equinox module"
+        ) from None
 
 
 def _selector(where: Where | None) -> Callable[[str, jax.ShapeDtypeStruct], Any]:
     if where is None:
         return lambda path, leaf: True
-    # An Equinox module of bools can be called too, but its leaves cannot.
-    if callable(where) and all(map(callable, jax.tree.leaves(where))):
-        return where
-    mask = leaves_by_path(where)
-    for path, value in mask.items():
+    if is_predicate(where):
+        return lambda path, leaf: _ask(where, path, leaf)
+    mask: dict[str, bool] = {}
+    for path, value in named_leaves(where):
         if jnp.shape(value) != () or np.asarray(value).dtype != np.bool_:
             raise TypeError(
                 "`where` must be a predicate (path, leaf) -> bool or a tree of bools, got "
                 f"{value!r}{f' at {path!r}' if path else ''}"
             )
+        mask[path] = mask.get(path, False) or bool(value)
 
     def selects(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
         prefix = path
@@ -172,9 +188,23 @@ def _selector(where: Where | None) -> Callable[[str, jax.ShapeDtypeStruct], Any]
                 entries = f"it has {_some(mask)}" if mask else "it is empty"
                 raise ValueError(f"`where` has no entry for {path!r}; {entries}")
             prefix = prefix.rpartition("/")[0]
-        return bool(mask[prefix])
+        return mask[prefix]
 
     return selects
+
+
+def is_predicate(where: Any) -> bool:
+    """Tell a predicate from a tree of bools."""
+    # An Equinox module of bools can be called too, but its leaves cannot.
+    return callable(where) and all(map(callable, jax.tree.leaves(where)))
+
+
+def _ask(predicate: Callable[..., Any], path: str, leaf: jax.ShapeDtypeStruct) -> Any:
+    try:
+        return predicate(path, leaf)
+    except Exception as error:
+        error.add_note(f"`where` was asked about the path {path!r}, a string, and the leaf {leaf}")
+        raise
 
 
 def _cut(path: str, leaf: jax.ShapeDtypeStruct, blocks: str | BlockAxes) -> Blocks:

@@ -69,7 +69,7 @@ def uniforms(key: jax.Array, step: jax.Array, blocks: dict[str, Blocks]) -> dict
     """
     if not blocks:
         return {}
-    step_key = jax.random.fold_in(_threefry(key), step)
+    step_key = jax.random.fold_in(_threefry(key), jnp.asarray(step).astype(jnp.uint32))
     words = np.stack([_path_words(path) for path in blocks])  # (leaves, 2)
     leaf_keys = jax.vmap(lambda w: jax.random.fold_in(jax.random.fold_in(step_key, w[0]), w[1]))(
         words

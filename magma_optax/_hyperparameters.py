@@ -1,19 +1,33 @@
 """The hyperparameters that `magma`, `with_magma` and `skip_update` share, checked once."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from magma_optax._blocks import GRANULARITIES, AxisName, BlockAxes, Blocks, Where, find_blocks
+from magma_optax._blocks import (
+    GRANULARITIES,
+    AxisName,
+    BlockAxes,
+    Blocks,
+    Where,
+    find_blocks,
+    is_predicate,
+)
 from magma_optax._coins import raw_key
 
 Schedule = Callable[[jax.Array], ArrayLike]
+MULTI_STEPS = (
+    "with_magma around optax.MultiSteps would score and toss coins at every micro-step: put it "
+    "inside, optax.MultiSteps(with_magma(base), every_k_schedule=k)"
+)
 
 
 @dataclasses.dataclass
@@ -34,6 +48,14 @@ class Hyperparameters:
     momentum_dtype: Any = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.survival_prob, optax.GradientTransformation) or _makes_optimizer(
+            self.survival_prob
+        ):
+            raise TypeError(
+                "survival_prob must be a number or a schedule, got an optimizer. magma and "
+                "skip_update are links of a chain and take none: write optax.chain(base, magma()), "
+                "optax.chain(base, skip_update()) or with_magma(base)"
+            )
         if not (isinstance(self.survival_prob, str) and self.survival_prob == "alignment"):
             _check_number("survival_prob", self.survival_prob, lambda p: 0 < p <= 1, "in (0, 1]")
         _check_number("temperature", self.temperature, lambda t: t > 0, "greater than 0")
@@ -49,6 +71,17 @@ class Hyperparameters:
             raise ValueError(
                 f"blocks must be one of {', '.join(map(repr, GRANULARITIES))} or a function "
                 f"(path, leaf) -> axes such as stacked(0), got {self.blocks!r}"
+            )
+        if callable(self.blocks) and (isinstance(self.blocks, type) or not takes(self.blocks, 2)):
+            raise TypeError(
+                f"blocks must be a function of two arguments, (path, leaf) -> axes, got "
+                f"{self.blocks!r}; for leaves stacked along axis 0 call stacked: blocks=stacked(0)"
+            )
+        if is_predicate(self.where) and not takes(self.where, 2):
+            raise TypeError(
+                "`where` must be a predicate of two arguments, (path, leaf) -> bool, got "
+                f"{self.where!r}, which does not take two; of a function that makes a mask of "
+                "parameters, as optax.masked takes, pass the mask itself: where=mask(params)"
             )
         if self.momentum_dtype is not None:
             _check_float_dtype("momentum_dtype", self.momentum_dtype)
@@ -70,10 +103,52 @@ def at_step(name: str, value: ArrayLike | Schedule | str, step: jax.Array) -> ja
     Raises:
       ValueError: the schedule ``name`` returned something else than one number.
     """
-    number = jnp.asarray(value(step) if callable(value) else value, jnp.float32)
+    if callable(value):
+        value = value(jnp.where(step < 0, np.int32(2**31 - 1), step))  # Past the largest int32.
+    try:
+        number = jnp.asarray(value, jnp.float32)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be one number, its schedule gave {value!r}") from None
     if number.shape != ():
         raise ValueError(f"{name} must be one number, its schedule gave an array {number.shape}")
     return number
+
+
+def check_base(inner: Any) -> None:
+    """Refuse what is no base optimizer, or one inside which Magma must stand."""
+    if not isinstance(inner, type) and hasattr(inner, "init") and hasattr(inner, "update"):
+        if isinstance(inner, optax.MultiSteps):
+            raise ValueError(MULTI_STEPS)
+        return
+    if _makes_optimizer(inner):
+        raise TypeError(
+            f"with_magma wraps an optimizer, got the function {inner.__name__} that makes one: "
+            f"call it, as in with_magma({inner.__name__}(1e-3))"
+        )
+    raise TypeError(
+        f"with_magma wraps an optax.GradientTransformation, got {inner!r}; magma() is the link "
+        "of a chain"
+    )
+
+
+def _makes_optimizer(value: Any) -> bool:
+    """Whether ``value`` is a function such as ``optax.adam``, not called."""
+    try:
+        made = inspect.signature(value).return_annotation
+    except (TypeError, ValueError):
+        return False
+    return "GradientTransformation" in getattr(made, "__name__", str(made))
+
+
+def takes(function: Any, count: int) -> bool:
+    """Whether ``function`` can be called with ``count`` arguments by position."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # A builtin that does not tell.
+        return True
+    return True
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -1,9 +1,10 @@
 """Magma as a link of an Optax chain, after any base optimizer."""
 
-import warnings
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
@@ -12,13 +13,22 @@ from magma_optax._alignment import (
     keep_finite,
     read_apart,
     update_momentum,
-    widen,
+    widen_together,
 )
 from magma_optax._blocks import AxisName, BlockAxes, Where
+from magma_optax._caller import is_link, warn
 from magma_optax._hyperparameters import Hyperparameters, Schedule
 from magma_optax._masking import mask_updates, score_and_toss
-from magma_optax._momentum import init_momentum, match_blocks, replace_momentum
-from magma_optax._state import MagmaState, check_kind, check_state, init_state, next_step
+from magma_optax._momentum import init_momentum, masked_paths, match_blocks, replace_momentum
+from magma_optax._paths import named_leaves
+from magma_optax._state import (
+    MagmaState,
+    check_kind,
+    check_state,
+    init_state,
+    next_step,
+    replace_scores,
+)
 
 
 def magma(
@@ -53,6 +63,7 @@ def magma(
 
     Pass the gradients that the base got as ``grad=`` for the exact algorithm. Without them the
     gradient is estimated from the incoming updates, as ``base`` says, and a warning is given once.
+    A learning rate that changes from step to step spoils the estimate: put the link before it.
     Keep to one of the two in one run: they share a buffer.
 
     Example:
@@ -102,7 +113,10 @@ def magma(
     Raises:
       ValueError: a number out of its range or an unknown choice, here; leaves that do not match,
         in ``init`` and ``update``, with their path.
-      TypeError: an argument of the wrong kind.
+      TypeError: an argument of the wrong kind, here; a leaf that is no array, with its path.
+
+    Warns:
+      UserWarning: once, without ``grad=``; or if ``grad`` shows that the link is a chain's first.
 
     References:
       Joo et al., `On Surprising Effectiveness of Masking Updates in Adaptive Optimizers`, 2026.
@@ -113,7 +127,12 @@ def magma(
     )  # fmt: skip
     if base not in ("momentum", "gradient"):
         raise ValueError(f'base must be "momentum" or "gradient", got {base!r}')
-    warned = False
+    warned: set[str] = set()
+
+    def warn_once(applies, message):
+        if applies and message not in warned:
+            warned.add(message)
+            warn(message)
 
     def init_fn(params):
         cuts = hp.find_blocks(params)
@@ -122,17 +141,19 @@ def magma(
 
     def update_fn(updates, state, params=None, *, grad=None, **extra_args):
         del extra_args
-        nonlocal warned
         check_kind(state, MagmaState)
-        cuts = hp.find_blocks(updates, params)
-        check_state(state, cuts)
+        cuts = hp.find_blocks(updates, grad if params is None else params)
+        if params is None:  # Then an integer parameter is one without momentum.
+            unmasked = masked_paths(state.momentum)
+            cuts = {path: cut for path, cut in cuts.items() if path not in unmasked}
+        check_state(state, cuts, updates)
         old = match_blocks(state.momentum, updates, cuts, "momentum")
         if grad is not None:
             incoming, moments = match_blocks(grad, updates, cuts, "grad"), _from_gradient
+            first = is_link() and _same_arrays(grad, updates, cuts)
+            warn_once(cuts and first, _FIRST)
         else:
-            if cuts and not warned:
-                warnings.warn(_ESTIMATED.format(base), stacklevel=2)
-                warned = True
+            warn_once(cuts, _ESTIMATED.format(base))
             incoming = match_blocks(updates, updates, cuts, "updates")
             moments = _from_momentum if base == "momentum" else _from_gradient
 
@@ -147,7 +168,7 @@ def magma(
         state = MagmaState(
             step=next_step(state.step),
             key=state.key,
-            alignment=scores if cuts else state.alignment,
+            alignment=replace_scores(state, scores),
             momentum=momentum,
         )
         return mask_updates(updates, cuts, coins, factors), state
@@ -157,17 +178,28 @@ def magma(
 
 _ESTIMATED = (
     "magma: no `grad` was passed to update, so the alignment is estimated from the incoming "
-    "updates (base={!r}). For the exact algorithm call tx.update(grads, state, params, grad=grads) "
-    "or wrap the base optimizer: with_magma(base)."
+    "updates (base={!r}). A learning rate that changes from step to step spoils the estimate. For "
+    "the exact algorithm call tx.update(grads, state, params, grad=grads) or wrap the base "
+    "optimizer: with_magma(base)."
 )
+_FIRST = (
+    "magma: `grad` is the very tree that arrived as updates, so no base optimizer stands before "
+    "magma() in the chain. One that comes after it would average masked gradients: write "
+    "optax.chain(base, magma()). For plain SGD that is optax.chain(optax.sgd(lr), magma())."
+)
+
+
+def _same_arrays(grad: Any, updates: Any, paths: Iterable[str]) -> bool:
+    ours, theirs = dict(named_leaves(updates)), dict(named_leaves(grad))
+    return all(ours[path] is theirs[path] for path in paths)
 
 
 def _from_momentum(
     delta: jax.Array, previous: jax.Array, b1: ArrayLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(mu, g, next buffer) from an update that is an EMA of something gradient-like: undo that."""
-    u, last = widen(delta), widen(previous)
-    return u, u - b1 * last, keep_finite(u, u, last)
+    u, last = widen_together(delta, previous)
+    return u, u - jnp.asarray(b1, last.dtype) * last, keep_finite(u, u, last)
 
 
 def _from_gradient(

@@ -11,7 +11,7 @@ from magma_optax._coins import uniforms
 from magma_optax._hyperparameters import Hyperparameters, at_step
 from magma_optax._mesh import typed_like
 from magma_optax._paths import map_by_path
-from magma_optax._state import MagmaState
+from magma_optax._state import MagmaState, scores_by_path
 
 PerBlock = dict[str, jax.Array]
 
@@ -37,9 +37,9 @@ def score_and_toss(
     tau = at_step("temperature", hp.temperature, state.step)
     decay = at_step("score_decay", hp.score_decay, state.step)
     rest = 1 - decay
-    scores, probabilities = {}, {}
+    scores, probabilities, before = {}, {}, scores_by_path(state)
     for path, cosine in cosines.items():
-        previous = state.alignment[path]
+        previous = before[path]
         cosine = typed_like(path, cosine, previous)
         alignment = jax.nn.sigmoid(cosine / tau)
         finite = jnp.isfinite(alignment)
@@ -83,7 +83,8 @@ def mask_updates(
             return delta
         delta, cut, factor = jnp.asarray(delta), blocks[path], factors[path]
         if factor is not None:
-            delta = (widen(delta) * cut.expand(factor)).astype(delta.dtype)
+            wide = widen(delta)
+            delta = (wide * cut.expand(factor).astype(wide.dtype)).astype(delta.dtype)
         return jnp.where(cut.expand(coins[path]), delta, jnp.zeros((), delta.dtype))
 
     return map_by_path(mask, updates)

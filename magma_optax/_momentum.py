@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from magma_optax._paths import leaves_by_path, map_by_path
+from magma_optax._paths import leaves_by_path, map_by_path, named_leaves
 
 
 def init_momentum(params: Any, paths: Iterable[str], dtype: Any = None) -> Any:
@@ -26,12 +26,22 @@ def init_momentum(params: Any, paths: Iterable[str], dtype: Any = None) -> Any:
 def _dtype_for(leaf: Any, dtype: Any) -> Any:
     if dtype is None:
         return jnp.result_type(leaf)  # Said, so that of a weakly typed leaf it is strong.
-    return jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(leaf) else dtype
+    if not jnp.iscomplexobj(leaf):
+        return dtype
+    return jnp.complex128 if jnp.dtype(dtype).itemsize > 4 else jnp.complex64
 
 
 def replace_momentum(momentum: Any, new: dict[str, jax.Array]) -> Any:
-    """Store ``new`` in the containers, dtypes and shapes of ``momentum``."""
-    return map_by_path(lambda path, old: new[path].astype(old.dtype), momentum)
+    """Store ``new`` in the containers and dtypes of ``momentum``; what is not in it stays."""
+    return map_by_path(
+        lambda path, old: new[path].astype(old.dtype) if path in new else old, momentum
+    )
+
+
+def masked_paths(momentum: Any) -> list[str]:
+    """Return the paths of the parameters of which ``momentum`` keeps nothing."""
+    nodes = named_leaves(momentum, lambda node: isinstance(node, optax.MaskedNode))
+    return [path for path, node in nodes if isinstance(node, optax.MaskedNode)]
 
 
 def match_blocks(tree: Any, updates: Any, paths: Iterable[str], name: str) -> dict[str, jax.Array]:
@@ -46,7 +56,8 @@ def match_blocks(tree: Any, updates: Any, paths: Iterable[str], name: str) -> di
     Raises:
       ValueError: a leaf is missing or of another shape; names the first such path.
     """
-    leaves, shapes = leaves_by_path(tree), leaves_by_path(updates)
+    paths = list(paths)
+    leaves, shapes = leaves_by_path(tree, paths), leaves_by_path(updates, paths)
     for path in paths:
         if path not in leaves:
             others = [p for p in leaves if p not in shapes] or list(leaves)

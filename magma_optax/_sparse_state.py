@@ -48,7 +48,7 @@ def find_owners(
         transform_non_params=lambda other: jax.tree.map(lambda _: False, other),
         is_leaf=lambda _: True,  # The function gets a whole copy of the parameters' tree.
     )
-    shapes = {path: jnp.shape(leaf) for path, leaf in leaves_by_path(params).items()}
+    shapes = {path: jnp.shape(leaf) for path, leaf in leaves_by_path(params, blocks).items()}
     owners: list[str | None] = []
     for owner, leaf in zip(jax.tree.leaves(names), jax.tree.leaves(state), strict=True):
         owners.append(owner if owner in blocks else None)

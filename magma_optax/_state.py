@@ -4,24 +4,35 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from magma_optax._blocks import Blocks
+from magma_optax._caller import warn
 from magma_optax._mesh import vary_like
-from magma_optax._paths import leaves_by_path
+from magma_optax._paths import (
+    is_below,
+    leaves_by_path,
+    map_by_path,
+    nest,
+    none_paths,
+)
 
 
 class MagmaState(NamedTuple):
     """State of `magma` and `skip_update`, and the part ``magma`` of `with_magma`'s: arrays only.
 
     Attributes:
-      step: number of updates so far; int32, shape ().
+      step: number of updates so far; int32, shape (). After 2**31 - 1 it goes on from -2**31, so
+        that coins do not repeat; schedules then see 2**31 - 1.
       key: raw threefry key data; uint32, shape (2,). Coins are a function of key, step, path and
         block index, so a restored state goes on with the same stream. Never cast a state that
         holds a key, as ``optax.tree.cast(state, jnp.bfloat16)`` would.
-      alignment: the score s_t of every block: a flat dict from the leaf's path
-        (``"layers/0/mlp/up_proj/kernel"``) to a float32 array, of shape () for ``blocks="leaf"`` or
-        of the sizes of the axes that index blocks. Empty for `skip_update`.
+      alignment: the score s_t of every block: nested dicts with a level per component of the
+        leaf's path, ``alignment["layers"]["0"]["mlp"]["up_proj"]["kernel"]``, down to a float32
+        array, of shape () for ``blocks="leaf"`` or of the sizes of the axes that index blocks.
+        Empty for `skip_update`. States of 0.1 have one level, ``alignment["layers/0/..."]``; they
+        are read and continued as they are.
       momentum: what Magma remembers of past gradients, shaped like the parameters, with
         ``optax.MaskedNode()`` at leaves that need none; None if no leaf needs any and the base has
         no masks of its own.
@@ -38,12 +49,13 @@ def init_state(
 ) -> MagmaState:
     """Build the state before the first update, in buffers that nothing else holds."""
     score = jnp.asarray(initial_score, jnp.float32)
-    leaves = leaves_by_path(params)
+    leaves = leaves_by_path(params, blocks)
     # Copies: two leaves must not share a buffer, or they cannot be donated.
-    alignment: Any = {
+    scores = {
         path: vary_like(leaves[path], jnp.array(jnp.broadcast_to(score, cut.shape)), cut.axis_names)
         for path, cut in blocks.items()
     }
+    alignment: Any = nest(scores)
     if not jax.tree.leaves(params):
         # What `optax.tree.map_params` passes to find parameter-shaped parts. One leaf here marks
         # the scores as none of them.
@@ -61,11 +73,25 @@ def check_kind(state: Any, kind: type) -> None:
         )
 
 
-def check_state(state: MagmaState, blocks: dict[str, Blocks]) -> None:
-    """Raise a ValueError that names the leaf where the state and the updates differ."""
-    scores = state.alignment if isinstance(state.alignment, dict) else {}
+def scores_by_path(state: MagmaState) -> dict[str, jax.Array]:
+    """Return the scores of ``state`` by path."""
+    return leaves_by_path(state.alignment) if isinstance(state.alignment, dict) else {}
+
+
+def replace_scores(state: MagmaState, scores: dict[str, jax.Array]) -> Any:
+    """Return ``state.alignment`` with ``scores``; a block without a new score keeps the old one."""
+    return map_by_path(lambda path, old: scores.get(path, old), state.alignment)
+
+
+def check_state(state: MagmaState, blocks: dict[str, Blocks], updates: Any) -> None:
+    """Raise a ValueError that names the leaf where the state and the updates differ.
+
+    A block whose update is None, a frozen leaf's, may be missing from ``blocks``.
+    """
+    scores = scores_by_path(state)
+    frozen = none_paths(updates)
     for path in [*blocks, *scores]:
-        if path in blocks and path in scores:
+        if (path in blocks or is_below(path, frozen)) and path in scores:
             continue
         where = "updates but not in the state" if path in blocks else "state but not in the updates"
         raise ValueError(
@@ -92,18 +118,23 @@ def summarize(opt_state: Any) -> dict[str, jax.Array]:
 
     Returns:
       ``alignment_mean``, ``alignment_min``, ``alignment_max``: float32 (), over all blocks of all
-      Magma transformations; ``num_blocks``: int32 (), at most 2**31 - 1. An empty dict where there
-      are no scores: `skip_update` keeps none, as it never looks at the gradient.
+      Magma transformations; ``num_blocks``: int32 (), at most 2**31 - 1. An empty dict, with a
+      warning, where there are no scores: `skip_update` keeps none, as it never looks at the
+      gradient.
+
+    Warns:
+      UserWarning: there are no scores, or `optax.MultiSteps` stands before Magma in one chain.
     """
-    found = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, MagmaState))
-    scores = [
-        score
-        for state in found
-        if isinstance(state, MagmaState) and isinstance(state.alignment, dict)
-        for score in jax.tree.leaves(state.alignment)
-    ]
+    states = _find(MagmaState, opt_state)
+    scores = [score for state in states for score in scores_by_path(state).values()]
     if not scores:
+        warn(f"summarize found no scores: {_why_no_scores(states)}")
         return {}
+    if _accumulates_first(opt_state):
+        warn(
+            "optax.MultiSteps stands before magma in a chain, so Magma scores and tosses coins at "
+            "every micro-step: put it around the whole, optax.MultiSteps(with_magma(base), k)"
+        )
     # Leaf by leaf first: scores may be sharded, each in its own way.
     size = sum(score.size for score in scores)
     return {
@@ -114,6 +145,40 @@ def summarize(opt_state: Any) -> dict[str, jax.Array]:
     }
 
 
-def next_step(step: jax.Array) -> Any:
-    """Count one update; stays at the largest int32 rather than wrap."""
-    return optax.safe_increment(step)
+def _find(kind: type, tree: Any) -> list[Any]:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def _why_no_scores(states: list[MagmaState]) -> str:
+    if not states:
+        return (
+            "the state holds no MagmaState. Pass the optimizer's state as init or update returned "
+            "it; one restored without a target has dicts and lists instead"
+        )
+    if all(state.momentum is None for state in states):
+        return "skip_update keeps none, as it never looks at the gradient"
+    return "no leaf carries a block"
+
+
+def _accumulates_first(node: Any) -> bool:
+    """Whether a chain in ``node`` holds a state of MultiSteps before one of Magma."""
+    if isinstance(node, optax.MultiStepsState):  # What is inside it sees whole batches.
+        return False
+    children, _ = jax.tree_util.default_registry.flatten_one_level(node) or ((), None)
+    accumulates = False
+    for child in children if type(node) is tuple else ():
+        if accumulates and _find(MagmaState, child):
+            return True
+        accumulates = accumulates or bool(accumulators(child))
+    return any(map(_accumulates_first, children))
+
+
+def accumulators(state: Any) -> list[Any]:
+    """Return the states in ``state`` of what collects gradients over several micro-steps."""
+    return _find(optax.MultiStepsState, state)
+
+
+def next_step(step: jax.Array) -> jax.Array:
+    """Count one update; int32, from the largest to the smallest."""
+    return jnp.asarray(step) + np.int32(1)

@@ -8,15 +8,30 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from magma_optax._alignment import cosine_similarity, read_apart, update_momentum, widen
+from magma_optax._alignment import cosine_similarity, mix, read_apart, update_momentum
 from magma_optax._blocks import AxisName, BlockAxes, Where
-from magma_optax._first_moment import FirstMoments
-from magma_optax._hyperparameters import Hyperparameters, Schedule, check_bool
+from magma_optax._first_moment import FirstMoments, leaves_by_place
+from magma_optax._hyperparameters import (
+    MULTI_STEPS,
+    Hyperparameters,
+    Schedule,
+    check_base,
+    check_bool,
+    takes,
+)
 from magma_optax._masking import mask_updates, score_and_toss
 from magma_optax._momentum import init_momentum, match_blocks, replace_momentum
 from magma_optax._paths import leaves_by_path
 from magma_optax._sparse_state import find_owners, hold_dropped
-from magma_optax._state import MagmaState, check_kind, check_state, init_state, next_step
+from magma_optax._state import (
+    MagmaState,
+    accumulators,
+    check_kind,
+    check_state,
+    init_state,
+    next_step,
+    replace_scores,
+)
 
 
 class WithMagmaState(NamedTuple):
@@ -88,8 +103,9 @@ def with_magma(
       ``inner_state``; extra arguments go to ``inner``.
 
     Raises:
-      ValueError: as `magma`; or, with ``sparse_state``, blocks within a leaf of which ``inner``
-        keeps a state of another shape.
+      ValueError: as `magma`; ``inner`` is or holds an `optax.MultiSteps`, which belongs around
+        the wrapper; or, with ``sparse_state``, blocks within a leaf of which ``inner`` keeps a
+        state of another shape.
       TypeError: an argument of the wrong kind.
 
     References:
@@ -105,10 +121,11 @@ def with_magma(
             f"{first_moment!r}"
         )
     check_bool("sparse_state", sparse_state)
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+    check_base(inner)
+    if callable(first_moment) and not takes(first_moment, 1):
         raise TypeError(
-            f"with_magma wraps an optax.GradientTransformation, got {inner!r}; magma() is the link "
-            "of a chain"
+            "first_moment must be a function of one argument, the new state of the base, got "
+            f"{first_moment!r}"
         )
     inner = optax.with_extra_args_support(inner)
     moments = FirstMoments(inner.update)
@@ -136,6 +153,8 @@ def with_magma(
     def init_fn(params):
         cuts = hp.find_blocks(params)
         inner_state = inner.init(params)
+        if accumulators(inner_state):
+            raise ValueError(MULTI_STEPS)
         if sparse_state:
             find_owners(inner, inner_state, params, cuts)  # Refuses what it cannot hold.
         momentum = own_momentum(params, inner_state, cuts)
@@ -146,7 +165,7 @@ def with_magma(
         """mu_t and g_t by path; mu_t is the base's, or Magma's own."""
         if callable(first_moment):
             return leaves_by_path(first_moment(new_inner)), g
-        old, new = jax.tree.leaves(old_inner), jax.tree.leaves(new_inner)
+        old, new = leaves_by_place(old_inner), leaves_by_place(new_inner)
         emas = base_moments(updates, old_inner)
         emas = {path: ema for path, ema in emas.items() if path in g and path not in own}
         if missing := [path for path in g if path not in emas and path not in own]:
@@ -160,7 +179,7 @@ def with_magma(
         g, own, known = read_apart((g, own, known))
         mu = {path: new[ema.place] for path, ema in emas.items()}
         for path, (a, b) in numbers.items():
-            mu[path] = a * widen(known[path]) + b * widen(g[path])
+            mu[path] = mix(a, known[path], b, g[path])
         for path, x in own.items():
             mu[path] = update_momentum(x, g[path], hp.b1)
         return mu, g
@@ -169,11 +188,12 @@ def with_magma(
         check_kind(state, WithMagmaState)
         state, old_inner = state.magma, state.inner_state
         cuts = hp.find_blocks(updates, params)
-        check_state(state, cuts)
+        check_state(state, cuts, updates)
         delta, new_inner = inner.update(updates, old_inner, params, **extra_args)
 
         g = match_blocks(updates, updates, cuts, "updates")
-        own = match_blocks(state.momentum, updates, leaves_by_path(state.momentum), "momentum")
+        held = [path for path in leaves_by_path(state.momentum) if path in cuts]
+        own = match_blocks(state.momentum, updates, held, "momentum")
         mu, g_apart = first_moments(g, own, updates, old_inner, new_inner)
         mu = match_blocks(mu, updates, cuts, "first_moment")
         cosines = cosine_similarity(mu, g_apart, cuts, hp.axis_name)
@@ -189,7 +209,7 @@ def with_magma(
         state = MagmaState(
             step=next_step(state.step),
             key=state.key,
-            alignment=scores if cuts else state.alignment,
+            alignment=replace_scores(state, scores),
             momentum=replace_momentum(state.momentum, momentum),
         )
         return mask_updates(delta, cuts, coins, factors), WithMagmaState(state, new_inner)

@@ -21,7 +21,7 @@ from magma_optax._masking import score_and_toss, toss
 from magma_optax._momentum import match_blocks
 from magma_optax._paths import leaves_by_path, map_by_path
 from magma_optax._skip_update import skip_update
-from magma_optax._state import MagmaState, check_kind, check_state, next_step
+from magma_optax._state import MagmaState, check_kind, check_state, next_step, replace_scores
 from magma_optax._with_magma import WithMagmaState, with_magma
 
 __all__ = ["FusedAdam", "fused_adam"]
@@ -133,7 +133,7 @@ def fused_adam(
         """How leaves are cut; and by path, checked: parameters, moments and gradients."""
         masks, (moments, *_) = unpack(state)
         cuts = hp.find_blocks(params)
-        check_state(masks, cuts if magma else {})
+        check_state(masks, cuts if magma else {}, params)
         trees = {"params": params, "mu": moments.mu, "nu": moments.nu, "grads": grads}
         leaves = {name: match_blocks(x, params, cuts, name) for name, x in trees.items()}
         _check(cuts, **leaves)
@@ -158,7 +158,7 @@ def fused_adam(
         applied: Any = optax.apply_updates(others(params), updates)
         mu, nu = _refill(moments.mu, mu | counted.mu), _refill(moments.nu, nu | counted.nu)
         inner = (counted._replace(mu=mu, nu=nu), *scaling_next)
-        masks = masks._replace(step=next_step(masks.step), alignment=scores)
+        masks = masks._replace(step=next_step(masks.step), alignment=replace_scores(masks, scores))
         params = _refill(params, p | applied)
         return params, WithMagmaState(masks, inner) if magma else (inner, masks)
 
@@ -219,7 +219,7 @@ def _magma_step(adam, hp, masks, cuts, numbers, p, mu, nu, g):
         factor = 1.0 if factors[path] is None else factors[path]
         per_block, read = (coins[path], factor, *numbers), (mu[path], nu[path])
         (p[path],) = launch(adam.apply, cut, (p[path],), read, per_block)
-    return p, mu, nu, scores if cuts else masks.alignment
+    return p, mu, nu, scores
 
 
 def _skip_update_step(adam, hp, masks, cuts, numbers, p, mu, nu, g):
@@ -230,4 +230,4 @@ def _skip_update_step(adam, hp, masks, cuts, numbers, p, mu, nu, g):
     for path, cut in cuts.items():
         updated, per_block = (p[path], mu[path], nu[path]), (coins[path], 1 / survival, *numbers)
         p[path], mu[path], nu[path] = launch(adam.both, cut, updated, (g[path],), per_block)
-    return p, mu, nu, masks.alignment
+    return p, mu, nu, {}

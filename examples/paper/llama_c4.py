@@ -48,6 +48,7 @@ def parser(description: str | None = __doc__) -> Parser:
     add("--micro-batches", type=count, default=1, help="parts of a batch, to save memory")
     add("--seq-len", type=count, help="tokens a row (default: by size)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
+    add("--validations", type=count, default=1, help="during a run, the end included (%(default)s)")
     add_search_options(parser)
     add(
         "--fixed-rate", type=positive, nargs="+", default=[], metavar="RATE",
@@ -90,6 +91,7 @@ def make_task(args: argparse.Namespace, platform: str) -> Task:
         data=args.data,
         packing=args.packing,
         micro_batches=args.micro_batches,
+        validations=args.validations,
     )
 
 

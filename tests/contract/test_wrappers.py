@@ -169,7 +169,7 @@ class TestMultiSteps:
         tx = optax.chain(adam(), magma(key=4))
         _, state = self.accumulate(tx, grad=True)
         _, exact = self.whole_batches(tx)
-        ours, theirs = (magma_states(s)[0].alignment["attn/kernel"] for s in (state, exact))
+        ours, theirs = (magma_states(s)[0].alignment["attn"]["kernel"] for s in (state, exact))
         assert ours != theirs
         assert magma_states(state)[0].step == 2, "one coin a whole batch all the same"
 
