@@ -20,7 +20,7 @@ from flax.serialization import from_state_dict, to_state_dict
 from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_readme import blocks
+from test_readme import ROOT, blocks
 
 from magma_optax import MagmaState, attention_and_mlp, magma, skip_update, with_magma
 
@@ -171,6 +171,59 @@ def test_levanter(page, monkeypatch):
     }
     assert state.magma.momentum is None  # Adam's own first moment is found inside.
     assert jnp.isclose(state.inner_state.hyperparams["learning_rate"], 1e-3)
+
+
+BLOCKS = {  # paths and shapes, and the axes that the page's table says
+    "big_vision with `scan`": """
+        Transformer/encoderblock/MlpBlock_0/Dense_0/kernel 5,8,16                 0
+        MAPHead_0/MlpBlock_0/Dense_0/kernel 8,16                                  -
+    """,
+    "nanoMoE": """
+        h/0/mlp/experts/c_fc 7,8,16                                               0
+        h/1/mlp/c_fc 8,16                                                         -
+    """,
+    "flax's Gemma": """
+        layers/0/attn/kv_einsum/kernel 2,1,8,4                                    0
+        layers/0/attn/qkv_einsum/kernel 3,2,8,4                                   0
+        layers/0/attn/q_einsum/kernel 2,8,4                                       -
+        layers/0/mlp/gate_proj/kernel 8,16                                        -
+    """,
+    "Tunix": """
+        layers/0/attn/kv_einsum/w 2,1,8,4                                         0
+        layers/0/attn/q_proj/w 8,2,4                                              -
+        layers/0/mlp/gate_proj 7,8,16                                             0
+        layers/0/mlp/up_proj/kernel 8,16                                          -
+        layers/0/moe/gating_einsum 7,2,16,8                                       0
+    """,
+    "google-deepmind's Gemma": """
+        layer_0/attn/kv_einsum/w 2,1,8,4                                          0
+        layer_0/mlp/gating_einsum 2,16,8                                          0
+        layer_0/mlp/linear 16,8                                                   -
+    """,
+}
+
+
+@pytest.mark.parametrize("library", BLOCKS)
+def test_the_table_of_blocks(library):
+    text = (ROOT / PAGE).read_text()
+    [function] = re.findall(rf"^\| {re.escape(library)}.*\| `(lambda path.*)` \|$", text, re.M)
+    lines = [line.rsplit(None, 1) for line in BLOCKS[library].split("\n") if line.strip()]
+    params = parameters("\n".join(line for line, _ in lines))
+    tx = with_magma(optax.adam(1e-3), where=attention_and_mlp, blocks=eval(function))
+    expected = {}
+    for line, axes in lines:
+        path, shape = line.split()
+        expected[path] = () if axes == "-" else (int(shape.split(",")[int(axes)]),)
+    assert score_shapes(tx.init(params).magma) == expected
+
+
+def test_tunix_finds_the_learning_rate():
+    """It looks in the optimizer's state, then in each of its parts."""
+    base = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
+    state = with_magma(base, where=attention_and_mlp).init(parameters("layers/0/attn/q_proj/w 8,4"))
+    assert not hasattr(state, "hyperparams")
+    [rate] = [part.hyperparams["learning_rate"] for part in state if hasattr(part, "hyperparams")]
+    assert jnp.isclose(rate, 1e-3)
 
 
 class T5XWrapper:
