@@ -8,31 +8,44 @@ import numpy as np
 
 from magma_optax._blocks.paths import path_string
 
-# Modules that hold the matrices, in lower case and without a counter ("MlpBlock_0" -> "mlpblock").
+# Words of a path's component, without digits: "DeepSeekMoeBlock_0" -> deep, seek, moe, block, and
+# "DeepseekV3MoE" -> deepseek, v, moe.
+_WORD = re.compile(r"MoE(?![a-z])|[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+# How the names of the modules that hold the matrices end.
 _ATTENTION = frozenset(
-    "attention attn self_attention self_attn selfattention causalselfattention cross_attention "
-    "cross_attn crossattention encoder_decoder_attention multi_head_attention multiheadattention "
-    "multiheaddotproductattention mha".split()
+    "attention attn mha mqa gqa mla selfattention crossattention multiheadattention".split()
 )
-_MLP = frozenset(
-    "mlp mlpblock mlp_block feed_forward feedforward ffn ffw moe moeblock moe_block moe_mlp "
-    "sparse_moe block_sparse_moe experts shared_expert shared_experts".split()
-)
-# Components that are none of the matrices, wherever they stand. In mixtures "gate" is the router;
-# the gate of a gated MLP has a longer name (gate_proj, gating_einsum, wi_0, w1).
+_MLP = frozenset("mlp ffn ffw ff feedforward glu swiglu geglu moe expert experts".split()) | {
+    ("feed", "forward"),
+    ("relu", "dense"),  # T5's DenseReluDense
+    ("act", "dense"),  # T5's DenseGatedActDense
+}
+# Words after that end: which part of the module, or which of its kind.
+_SUFFIXES = frozenset("block layer module local global vision audio in out output fc".split())
+
+# Components that hold none of the matrices, whatever is inside them. Manifold hyper-connections
+# ("mhc_attention") only mix residual streams.
 _OUTSIDE = frozenset(
-    "embed embedder embedding embeddings wte wpe lm_head head logitdense logits_dense router "
-    "gate".split()
+    "embed embedder embedding embeddings emb wte wpe router logit logits logitdense mhc".split()
 )
-_VECTOR = re.compile(r"(^|_)(bias|scale|norm|layernorm|rmsnorm|ln)$")
-_COUNTER = re.compile(r"_?\d+$")
+_NORM = frozenset("norm layernorm rmsnorm ln".split())
+# What else attention and MLP modules hold, of whatever rank where layers are stacked: biases and
+# scales of all kinds, attention sinks, the decay (A_log) and the convolutions of linear attention,
+# tables of relative or rotary positions.
+_INSIDE = _NORM | frozenset(
+    "bias biases scale scales alpha beta gamma lambda sink sinks log decay conv dwconv "
+    "rel relative relpos rotary freq freqs".split()
+)
 
 
 def attention(path: str | Sequence[Any], leaf: Any = None) -> bool:
     """Tell whether a parameter is an attention matrix (query, key, value, output, fused or not).
 
-    Whole components of the path decide, never parts of a word. Norms, biases, embeddings, heads and
-    routers are out, even inside an attention module and whatever their rank.
+    The innermost module of the path that is called attention or MLP decides. It is known by its
+    last whole word, in CamelCase or snake_case: ``self_attn``, ``GptOssAttention_0``. Norms,
+    biases, scales, embeddings, heads and routers are out, even inside an attention module and
+    whatever their rank.
 
     Args:
       path: the parameter's path, ``"layers/0/self_attn/q_proj/kernel"``, or a JAX key path, so that
@@ -42,7 +55,7 @@ def attention(path: str | Sequence[Any], leaf: Any = None) -> bool:
     Returns:
       True or False.
     """
-    return _is_matrix_in(_ATTENTION, path, leaf)
+    return _kind(path, leaf) == "attention"
 
 
 def mlp(path: str | Sequence[Any], leaf: Any = None) -> bool:
@@ -53,9 +66,10 @@ def mlp(path: str | Sequence[Any], leaf: Any = None) -> bool:
       leaf: as in `attention`.
 
     Returns:
-      True or False. A mixture's router (``router`` or ``gate``) is out; ``gate_proj`` is in.
+      True or False. A mixture's router (``router`` or ``gate``) and the gate of its shared expert
+      are out; ``gate_proj`` is in.
     """
-    return _is_matrix_in(_MLP, path, leaf)
+    return _kind(path, leaf) == "mlp"
 
 
 def attention_and_mlp(path: str | Sequence[Any], leaf: Any = None) -> bool:
@@ -68,12 +82,13 @@ def attention_and_mlp(path: str | Sequence[Any], leaf: Any = None) -> bool:
     Returns:
       True or False.
     """
-    return _is_matrix_in(_ATTENTION | _MLP, path, leaf)
+    return _kind(path, leaf) is not None
 
 
-def _is_matrix_in(modules: frozenset[str], path: str | Sequence[Any], leaf: Any) -> bool:
+def _kind(path: str | Sequence[Any], leaf: Any) -> str | None:
+    """Return the kind of module whose matrix the parameter is, or None."""
     if leaf is not None and len(np.shape(leaf)) < 2:
-        return False
+        return None
     if not isinstance(path, str):
         if not isinstance(path, Sequence):
             raise TypeError(
@@ -81,10 +96,37 @@ def _is_matrix_in(modules: frozenset[str], path: str | Sequence[Any], leaf: Any)
                 'takes it for a schedule unless it is named: static_args=("where",)'
             )
         path = path_string(path)
-    names = [name.strip("_") for name in re.split(r"[/.]", path.lower())]
-    stems = [_COUNTER.sub("", name) for name in names]
-    outside = any(
-        name in _OUTSIDE or stem in _OUTSIDE - {"head"} or _VECTOR.search(stem)
-        for name, stem in zip(names, stems, strict=True)
-    )
-    return not outside and not modules.isdisjoint(stems)
+    kind, inside = None, set()
+    for name in re.split(r"[/.]", path):
+        words = [word.lower() for word in _WORD.findall(name)]
+        if _is_outside(name, words):
+            return None
+        module = _module(words)
+        kind, inside = (module, set()) if module else (kind, inside.union(words))
+    return kind if inside.isdisjoint(_INSIDE) else None
+
+
+def _module(words: list[str]) -> str | None:
+    """Return the kind of module that a component names, or None."""
+    if words and words[0] in _NORM:  # "ln_attn"
+        return None
+    while words and words[-1] in _SUFFIXES:
+        words = words[:-1]
+    ends = {*words[-1:], tuple(words[-2:])}
+    if not _ATTENTION.isdisjoint(ends):
+        return "attention"
+    return None if _MLP.isdisjoint(ends) else "mlp"
+
+
+def _is_outside(name: str, words: list[str]) -> bool:
+    if not _OUTSIDE.isdisjoint(words) or words[-2:] == ["lm", "head"]:
+        return True
+    return name.lower().strip("_") == "head" or _is_router(words)
+
+
+def _is_router(words: list[str]) -> bool:
+    """Tell "gate", "gate_weight", "shared_expert_gate", "MoEGate" from "gate_proj", "w_gate"."""
+    if words[-1:] in (["weight"], ["kernel"]):
+        words = words[:-1]
+    alone = len(words) == 1
+    return words[-1:] == ["gate"] and (alone or not {"expert", "experts", "moe"}.isdisjoint(words))
