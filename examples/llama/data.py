@@ -53,9 +53,9 @@ class Data:
         digest: 32 hexadecimal digits that identify what was read, to compare on resume and between
             hosts: the same on every machine and for every seed, packing, row length, batch size and
             number of hosts. Of files in memory and of token files it covers the tokenizer, all
-            training ids and all held-out ids. Of a stream it covers the tokenizer, the names and
-            sizes of all files (of the hub also their revision), the training ids at the beginning
-            (up to 1 million) and all held-out ids.
+            training ids and all held-out ids. Of a stream it covers the tokenizer, the name, size
+            and end of each file (on the hub name and size), the training ids at the beginning (up
+            to 1 million) and the held-out ids.
         encode: Text to ids.
         decode: Ids to text.
     """

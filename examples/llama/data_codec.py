@@ -12,7 +12,7 @@ import numpy as np
 
 from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import require_content
+from examples.llama.data_files import read_bytes, require_file
 from examples.llama.data_kind import kind_of
 from examples.llama.data_spelling import Spelling
 
@@ -98,11 +98,10 @@ def tokenizer_codec(path: Path) -> Codec:
         raise DataError(f"{path}: reading it needs `pip install tokenizers`") from None
     if not os.path.lexists(path):
         raise DataError(f"{path}: no such tokenizer file; give the path of a tokenizer.json")
-    require_content(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({first_line(error)})") from error
+    if path.is_dir():
+        raise DataError(f"{path}: a folder; give the path of the tokenizer.json in it")
+    require_file(path)
+    content = read_bytes(path)
     try:
         settings = json.loads(content)
         tokenizer = Tokenizer.from_str(content.decode())

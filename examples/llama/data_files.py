@@ -5,8 +5,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError, first_line
 
+_END = 4096  # Bytes.
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -87,27 +89,29 @@ def require_file(path: Path) -> int:
     return status.st_size
 
 
-def require_content(path: Path) -> int:
-    """Returns the size of a file in bytes, after a look at whether it can be read.
+def fingerprint(path: Path) -> str:
+    """Returns what changes with the content of a file, without reading all of it.
+
+    That is its size and a digest of its end, where gzip and Parquet keep checksums and places.
 
     Raises:
         DataError: If it is empty, is no file or cannot be read.
     """
     size = require_file(path)
-    read_head(path, 0)
     if size == 0:
         raise DataError(f"{path}: empty (0 bytes); fetch it again, or remove it")
-    return size
+    return f"{size} {digest([read_bytes(path, max(0, size - _END), _END)])}"
 
 
-def read_head(path: Path, size: int) -> bytes:
-    """Returns the first `size` bytes of a file.
+def read_bytes(path: Path, start: int = 0, size: int = -1) -> bytes:
+    """Returns `size` bytes of a file from `start` on, by default all.
 
     Raises:
         DataError: If it cannot be read.
     """
     try:
         with path.open("rb") as file:
+            file.seek(start)
             return file.read(size)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({first_line(error)})") from error

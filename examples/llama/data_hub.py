@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import find_files, require_content
+from examples.llama.data_files import find_files, fingerprint
 from examples.llama.data_rows import Batching
 from examples.llama.data_stream import Keep, State, Stream, require_text
 
@@ -106,6 +106,8 @@ def _open(path: str) -> _Source:
             for split, files in sorted(data_files.items())
             for file in files
         ]
+    except DataError:
+        raise
     except Exception as error:  # Every format and file system has its own.
         what = (
             "no data that `datasets` can read"
@@ -114,8 +116,6 @@ def _open(path: str) -> _Source:
         )
         raise DataError(f"{path}: {what} ({_summary(error)})") from error
     files = [file for of in data_files.values() for file in of]
-    if empty := next((name for _, name, size in identity if size == "0"), None):
-        raise DataError(f"{path}: {empty} is empty (0 bytes); fetch it again, or remove it")
     left_out = _left_out(path, Path(name), files) if is_folder else 0
     note = f", but {left_out:,} of its data files, which `datasets` leaves out" if left_out else ""
     return _Source(
@@ -128,17 +128,20 @@ def _open(path: str) -> _Source:
 
 
 def _identity(file: str, folder: Path | None) -> tuple[str, str]:
-    """Returns the name of a file and its size, wherever it lies."""
+    """Returns the name of a file and what tells its content, wherever it lies."""
     import fsspec
 
-    system, place = fsspec.url_to_fs(file)
-    size = str(system.info(place)["size"])
     if folder is not None:
         place, name = os.path.split(file)
         place = os.path.relpath(os.path.realpath(place), folder.resolve())
-        return Path(place, name).as_posix(), size
+        return Path(place, name).as_posix(), fingerprint(Path(file))
+    system, place = fsspec.url_to_fs(file)
+    size = str(system.info(place)["size"])
     # Without the commit, which is another as soon as somebody edits the data set's README.
-    return re.sub("@[0-9a-f]{40}(?=/)", "", file), size
+    name = re.sub("@[0-9a-f]{40}(?=/)", "", file)
+    if size == "0":
+        raise DataError(f"{name}: empty (0 bytes); use another data set")
+    return name, size
 
 
 def _left_out(path: str, folder: Path, files: list[str]) -> int:
@@ -149,7 +152,6 @@ def _left_out(path: str, folder: Path, files: list[str]) -> int:
             folder, as it is a link.
     """
     for file in map(Path, files):
-        require_content(file)
         if file.suffix == ".gz" and not _unpacks_to_something(file):
             raise DataError(f"{file}: a gzip file of nothing; fetch it again, or remove it")
     taken = {os.path.realpath(file) for file in files}

@@ -12,10 +12,10 @@ import numpy as np
 
 from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import find_files, read_head, require_content
+from examples.llama.data_files import find_files, fingerprint, read_bytes
 from examples.llama.data_kind import ENOUGH, kind_of
 from examples.llama.data_rows import Batching
-from examples.llama.data_stream import Keep, State, Stream, require_text
+from examples.llama.data_stream import Keep, State, Stream, kind_of_value, require_text
 from examples.llama.data_text import LINES
 
 SUFFIX = ".json.gz"
@@ -48,7 +48,7 @@ def shard_stream(path: Path, batching: Batching) -> Stream:
             reading, if a shard is damaged or has no documents.
     """
     shards = find_shards(path)
-    sizes = [require_content(shard) for shard in shards]
+    prints = [fingerprint(shard) for shard in shards]
     valid = [shard for shard in shards if path.is_dir() and "validation" in shard.name]
     train = [shard for shard in shards if shard not in set(valid)]
     if not train:
@@ -61,7 +61,7 @@ def shard_stream(path: Path, batching: Batching) -> Stream:
     files = f"shards *{SUFFIX}" if path.is_dir() else "file of JSON lines"
     return Stream(
         f"{path}: {len(train):,} {files}",
-        digest(str(part) for file in zip(names, sizes, strict=True) for part in file),
+        digest(part for file in zip(names, prints, strict=True) for part in file),
         lambda: _read_all(train),
         (lambda: _read_all(valid)) if valid else None,
         resume,
@@ -107,7 +107,7 @@ def _read(shard: Path, skip: int = 0) -> Iterator[tuple[int, str]]:
                     yield number, text
             number += 1
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        kind = None if number else _plain(read_head(shard, ENOUGH))
+        kind = None if number else _plain(read_bytes(shard, size=ENOUGH))
         where = f"{shard}: line {number + 1}"
         if kind:
             raise DataError(f"{where}: no gzip, but {kind}") from error
@@ -152,8 +152,8 @@ def _parse(line: bytes, shard: Path, number: int) -> str:
         kind = kind_of(line) or f"not JSON ({first_line(error)}); fetch the shard again"
         raise DataError(f"{where}: {kind}") from error
     if not isinstance(document, dict):
-        kind = type(document).__name__
-        raise DataError(f'{where}: a {kind}, so no "text"; give lines such as {{"text": "..."}}')
+        kind = kind_of_value(document)
+        raise DataError(f'{where}: {kind}, so no "text"; give lines such as {{"text": "..."}}')
     if "text" not in document:
         keys = ", ".join(document)[:80] or "no keys"
         raise DataError(f'{where}: no "text" among {keys}; give lines such as {{"text": "..."}}')

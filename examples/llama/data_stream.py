@@ -22,6 +22,15 @@ _SCAN_CHARACTERS = 64_000_000  # Read in search of held-out documents.
 _SAMPLE_TOKENS = 1_000_000  # Of the training text, to be counted.
 _VALID_TOKENS = 1_000_000  # Held in memory for evaluation.
 
+_KINDS = {
+    type(None): "null",
+    bool: "a truth value",
+    int | float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
 State = dict[str, Any]
 Keep = Callable[[str], bool]
 
@@ -73,8 +82,14 @@ def require_text(text: object, where: str) -> str:
     """
     if isinstance(text, str):
         return text
-    kind = "null" if text is None else f"a {type(text).__name__}"
-    raise DataError(f'{where}: "text" is {kind}, not a string; leave that row out')
+    raise DataError(f'{where}: "text" is {kind_of_value(text)}, not a string; leave that row out')
+
+
+def kind_of_value(value: object) -> str:
+    """Returns what a person calls a value of JSON."""
+    return next(
+        (kind for of, kind in _KINDS.items() if isinstance(value, of)), f"a {type(value).__name__}"
+    )
 
 
 def open_stream(stream: Stream, codec: Codec) -> Opening:

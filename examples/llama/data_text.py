@@ -16,8 +16,8 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import find_files
+from examples.llama.data_error import DataError
+from examples.llama.data_files import find_files, read_bytes
 from examples.llama.data_kind import kind_of
 
 SUFFIXES = (
@@ -178,10 +178,7 @@ class _Read:
 
 
 def _read(file: Path) -> _Read:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({first_line(error)})") from error
+    content = read_bytes(file)
     if kind := kind_of(content):
         raise DataError(f"{file}: not a text file, but {kind}")
     if (place := content.find(b"\0")) >= 0:

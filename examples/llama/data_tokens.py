@@ -13,7 +13,7 @@ import numpy as np
 
 from examples.llama.data_codec import Codec
 from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import require_content, require_file
+from examples.llama.data_files import read_bytes, require_file
 from examples.llama.data_kind import ENOUGH, is_plain_text, kind_of, unmistakable_kind_of
 from examples.llama.data_text import HELD_OUT
 
@@ -102,10 +102,11 @@ def _read(file: Path, codec: Codec) -> np.ndarray:
 
 
 def _unpack(file: Path) -> np.ndarray:
-    require_content(file)
+    require_file(file)
+    packed = read_bytes(file)
+    kind = None if packed.startswith(b"\xfd7zXZ\0") else kind_of(packed)
     parts = []
     try:
-        packed = file.read_bytes()
         # Not `lzma.open`, which takes a damaged second stream for the end of the file.
         while packed:
             stream = lzma.LZMADecompressor()
@@ -113,9 +114,9 @@ def _unpack(file: Path) -> np.ndarray:
             if not stream.eof:
                 raise EOFError("it ends early")
             packed = stream.unused_data.lstrip(b"\0")
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({first_line(error)})") from error
     except (lzma.LZMAError, EOFError) as error:
+        if kind:
+            raise DataError(f"{file}: no xz file, but {kind}") from error
         raise DataError(f"{file}: damaged ({first_line(error)}); fetch it again") from error
     return np.frombuffer(b"".join(parts), np.uint8)
 
