@@ -1,6 +1,7 @@
 """Data to load, and what stands in its way, for the tests of the Llama example's data."""
 
 import builtins
+import functools
 import gzip
 import io
 import itertools
@@ -38,13 +39,18 @@ def write_shard(path, texts):
 
 def write_words(path, size=300, unk="<unk>", **ids):
     """Writes a tokenizer.json that knows the words w2, w3, ... by their number."""
+    path.write_text(_words(size, unk, tuple(ids.items())))
+    return path
+
+
+@functools.cache
+def _words(size, unk, ids):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    vocabulary = {"<eos>": 0, "<unk>": 1} | {f"w{i}": i for i in range(2, size)} | ids
+    vocabulary = {"<eos>": 0, "<unk>": 1} | {f"w{i}": i for i in range(2, size)} | dict(ids)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path))
-    return path
+    return tokenizer.to_str()
 
 
 def write_tokens(folder, size=300, dtype="<u2"):

@@ -9,6 +9,7 @@ from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError, first_line
 
 _END = 4096  # Bytes.
+_GZIP_END = 8  # Of which four are a checksum of the content, and four its size.
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -92,7 +93,8 @@ def require_file(path: Path) -> int:
 def fingerprint(path: Path) -> str:
     """Returns what changes with the content of a file, without reading all of it.
 
-    That is its size and a digest of its end, where gzip and Parquet keep checksums and places.
+    That is its size and a digest of its end: of gzip the checksum, but not the time that stands at
+    its beginning; of other formats what comes last, as Parquet's places and statistics.
 
     Raises:
         DataError: If it is empty, is no file or cannot be read.
@@ -100,7 +102,8 @@ def fingerprint(path: Path) -> str:
     size = require_file(path)
     if size == 0:
         raise DataError(f"{path}: empty (0 bytes); fetch it again, or remove it")
-    return f"{size} {digest([read_bytes(path, max(0, size - _END), _END)])}"
+    end = min(size, _GZIP_END if path.suffix == ".gz" else _END)
+    return f"{size} {digest([read_bytes(path, size - end)])}"
 
 
 def read_bytes(path: Path, start: int = 0, size: int = -1) -> bytes:
