@@ -219,6 +219,20 @@ def test_token_files_that_cannot_be_read(tmp_path, monkeypatch, name):
     assert f"{name}: cannot be read (Input/output error)" in error_of(tmp_path)
 
 
+def test_a_folder_that_may_be_listed_but_not_entered(tmp_path, monkeypatch):
+    write_tokens(tmp_path)
+    lstat = os.lstat
+
+    def refuse(path, **kwargs):
+        if os.fspath(path).startswith(f"{tmp_path}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return lstat(path, **kwargs)
+
+    monkeypatch.setattr(os, "lstat", refuse)
+    monkeypatch.setattr("pathlib.Path.lstat", refuse)
+    assert "train.bin: cannot be read (Permission denied)" in error_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

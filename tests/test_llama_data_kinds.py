@@ -25,7 +25,7 @@ def zipped():
 
 
 NO_TEXT = {
-    "gzip": (gzip.compress(PROSE.encode()), "a gzip file; unpack it"),
+    "gzip": (gzip.compress(PROSE.encode(), mtime=0), "a gzip file; unpack it"),
     "xz": (lzma.compress(PROSE.encode()), "an xz file; unpack it"),
     "zip": (zipped(), "a zip archive; unpack it"),
     "PDF": (b"%PDF-1.4\n1 0 obj\n<< /Type /Catalog >>\nendobj\n" * 50, "a PDF"),
@@ -47,6 +47,7 @@ NO_TEXT = {
     "records": (lines_of(["a", "b"]).encode(), "JSON records, not prose"),
     "records of other keys": (b'{"content": "a"}\n{"content": "b"}\n', "JSON records, not prose"),
     "records with spaces": (b'\n {"a": 1}\r\n\r\n {"a": 2}\r\n', "JSON records, not prose"),
+    "records after a mark": (b"\xef\xbb\xbf" + lines_of("ab").encode(), "JSON records, not prose"),
     "one record": (b'{"text": "a", "id": 3}', "JSON records, not prose"),
     "an array of records": (json.dumps([{"text": "a"}] * 9, indent=1).encode(), "JSON records"),
 }
@@ -106,23 +107,24 @@ def test_json_lines_are_documents(tmp_path, suffix):
     assert "1 file of JSON lines" in loaded.name and "url" not in " ".join(read(loaded))
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"PAR1" + NOISE[:99], "line 1: a Parquet file"),
-        (zipped(), "line 1: a zip archive"),
-        (gzip.compress(lines_of(["a"] * 9).encode()), "line 1: a gzip file"),
-        (lines_of(["a"] * 9).encode("utf-16"), "line 1: UTF-16"),
-        (PROSE.encode(), "line 1: not JSON"),
-        (json.dumps([{"text": "a"}] * 9, indent=1).encode(), "line 1: not JSON"),
-        (json.dumps([{"text": "a"}] * 9).encode(), 'line 1: a list, so no "text"'),
-        (b'{"text": "caf\xe9"}\n', "line 1: not JSON"),
-        (NOISE, "line 1: not JSON"),
-        (b"", "empty (0 bytes)"),
-        (b"\n\n", "no documents"),
-    ],
-)
-def test_what_is_no_json_lines_is_refused(tmp_path, content, expected):
+NO_LINES = {
+    "Parquet": (b"PAR1" + NOISE[:99], "line 1: a Parquet file"),
+    "zip": (zipped(), "line 1: a zip archive"),
+    "gzip": (gzip.compress(lines_of(["a"] * 9).encode(), mtime=0), "line 1: a gzip file"),
+    "UTF-16": (lines_of(["a"] * 9).encode("utf-16"), "line 1: UTF-16"),
+    "prose": (PROSE.encode(), "line 1: not JSON"),
+    "an array of lines": (json.dumps([{"text": "a"}] * 9, indent=1).encode(), "line 1: not JSON"),
+    "an array": (json.dumps([{"text": "a"}] * 9).encode(), 'line 1: a list, so no "text"'),
+    "Latin-1": (b'{"text": "caf\xe9"}\n', "line 1: not JSON"),
+    "noise": (NOISE, "line 1: not JSON"),
+    "nothing": (b"", "empty (0 bytes)"),
+    "empty lines": (b"\n\n", "no documents"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_LINES)
+def test_what_is_no_json_lines_is_refused(tmp_path, kind):
+    content, expected = NO_LINES[kind]
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     message = error_of(path)

@@ -140,7 +140,20 @@ def test_a_text_that_cannot_be_encoded_is_one_line(tmp_path, monkeypatch, place)
     if place == 200:
         load(tmp_path)
     message = error_of(tmp_path, batches=400)
-    assert message.startswith(f"{path}: cannot encode the text (") and "[UNK]" in message
+    assert message.startswith(f"{path}: cannot encode the text") and "[UNK]" in message
+
+
+@pytest.mark.parametrize(
+    ("charsmap", "expected"),
+    [("AAAA", "not a tokenizer.json (Precompiled"), ("A" * 16, "cannot encode the text")],
+)
+def test_a_panic_of_the_package_is_one_line(shards, charsmap, expected):
+    """It is no `Exception`: the first is met at once, the second with the first text."""
+    path = write_words(shards / "tokenizer.json")
+    settings = json.loads(path.read_text())
+    settings["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    path.write_text(json.dumps(settings))
+    assert error_of(shards).startswith(f"{path}: {expected}")
 
 
 def test_ids_with_holes_are_fine_and_ids_beyond_all_measure_are_not(tmp_path):

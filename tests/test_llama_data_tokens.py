@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from llama_sources import error_of, load, write_tokens, write_words
 
+PACKED = gzip.compress(random.Random(0).randbytes(1000), mtime=0)
 LARGE = 70_000  # Some ids are beyond uint16.
 
 
@@ -95,7 +96,11 @@ def test_files_of_another_width_are_refused(tmp_path, name, packed, size, dtype,
         (300, b"\0" * 1000, "nothing but zeros"),
         (LARGE, b"\0" * 1000, "nothing but zeros"),
         (LARGE, b"\1\0\0\0" * 90 + b"\0\0\2\0", "holds id 131072, but tokenizer.json of 70,000"),
-        (60_000, gzip.compress(random.Random(0).randbytes(1000))[:1000], "but a gzip file"),
+        (
+            60_000,
+            gzip.compress(random.Random(0).randbytes(1000), mtime=0)[:1000],
+            "but a gzip file",
+        ),
         (65_536, b"version https://git-lfs.github.com/spec/v1\n" * 2, "a Git LFS pointer"),
         (65_536, b"Plain text that was named like token ids. " * 4, "text, no token ids"),
         (300, b"Plain text that was named like token ids. " * 4, "text, no token ids"),

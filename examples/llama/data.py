@@ -5,7 +5,6 @@ or a data set of the Hugging Face hub. See `load` for the formats.
 """
 
 import dataclasses
-import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 from examples.llama.data_codec import Codec, byte_codec, tokenizer_codec
 from examples.llama.data_digest import IdentifiedDataset, digest
 from examples.llama.data_error import DataError, one_line
-from examples.llama.data_files import read_status, require_file
+from examples.llama.data_files import is_there, read_status, require_file
 from examples.llama.data_hub import PREFIX, hub_stream
 from examples.llama.data_rows import (
     PACKINGS,
@@ -160,7 +159,7 @@ def load(
 def _codec(tokenizer: str | None, folder: Path | None = None) -> Codec:
     if tokenizer is not None:
         return tokenizer_codec(Path(tokenizer))
-    if folder is not None and os.path.lexists(folder / "tokenizer.json"):
+    if folder is not None and is_there(folder / "tokenizer.json"):
         return tokenizer_codec(folder / "tokenizer.json")
     return byte_codec()
 

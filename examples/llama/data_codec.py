@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import read_bytes, require_file
+from examples.llama.data_files import is_there, read_bytes, require_file
 from examples.llama.data_kind import kind_of
 from examples.llama.data_spelling import Spelling
 
@@ -96,18 +95,15 @@ def tokenizer_codec(path: Path) -> Codec:
         from tokenizers import Tokenizer
     except ImportError:
         raise DataError(f"{path}: reading it needs `pip install tokenizers`") from None
-    if not os.path.lexists(path):
+    if not is_there(path):
         raise DataError(f"{path}: no such tokenizer file; give the path of a tokenizer.json")
     if path.is_dir():
         raise DataError(f"{path}: a folder; give the path of the tokenizer.json in it")
     require_file(path)
     content = read_bytes(path)
-    try:
+    with _errors_of_the_package(f"{path}: not a tokenizer.json", kind_of(content)):
         settings = json.loads(content)
         tokenizer = Tokenizer.from_str(content.decode())
-    except Exception as error:  # The package raises bare `Exception`.
-        kind = kind_of(content)
-        raise DataError(f"{path}: not a tokenizer.json ({kind or first_line(error)})") from error
     # A tokenizer.json can carry the padding, truncation and markers of its first use. Text that
     # merely mentions a special token must not become one: it would end the document.
     tokenizer.no_padding()
@@ -134,24 +130,15 @@ def tokenizer_codec(path: Path) -> Codec:
         require_spelling(sound)
         return sound
 
-    @contextlib.contextmanager
-    def naming_the_file() -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise DataError(
-                f"{path}: cannot encode the text ({first_line(error)}); use a tokenizer that has "
-                "a token for what it does not know"
-            ) from error
+    refusal = f"{path}: cannot encode the text with it, use one that knows all of it"
 
     def encode(text: str) -> list[int]:
-        prepared = prepare(text)
-        with naming_the_file():
-            return tokenizer.encode(prepared, add_special_tokens=False).ids
+        with _errors_of_the_package(refusal):
+            return tokenizer.encode(prepare(text), add_special_tokens=False).ids
 
     def encode_many(texts: Sequence[str]) -> Iterable[list[int]]:
-        prepared = [prepare(text) for text in texts]
-        with naming_the_file():
+        with _errors_of_the_package(refusal):
+            prepared = [prepare(text) for text in texts]
             encoded = tokenizer.encode_batch_fast(prepared, add_special_tokens=False)
         return (one.ids for one in encoded)
 
@@ -161,6 +148,18 @@ def tokenizer_codec(path: Path) -> Codec:
     name = f"{path.name} of {size:,} ids" + "".join(f", without its {name}" for name in sampling)
     identity = digest([_canonical(settings)])
     return Codec(name, identity, size, end, encode, encode_many, decode)
+
+
+@contextlib.contextmanager
+def _errors_of_the_package(message: str, cause: str | None = None) -> Iterator[None]:
+    """Raises a `DataError` of `message` and the cause, by default the exception's own words."""
+    try:
+        yield
+    except (DataError, KeyboardInterrupt, SystemExit):
+        raise
+    # The package raises bare `Exception`, and for a panic of Rust a `BaseException`.
+    except BaseException as error:
+        raise DataError(f"{message} ({cause or first_line(error)})") from error
 
 
 def _canonical(settings: dict[str, Any]) -> str:

@@ -58,6 +58,21 @@ def find_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return sorted(found)
 
 
+def is_there(path: Path) -> bool:
+    """Says whether something has this name, be it a link that leads nowhere: it stands for data.
+
+    Raises:
+        DataError: If its folder may not be entered.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name.
+        return False
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({first_line(error)})") from error
+    return True
+
+
 def read_status(path: Path) -> os.stat_result:
     """Returns the status of what `path` leads to.
 

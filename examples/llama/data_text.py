@@ -3,6 +3,7 @@
 Both are a dict of name to texts. What shares a name falls on the same side of the held-out split.
 """
 
+import codecs
 import dataclasses
 import hashlib
 import inspect
@@ -216,7 +217,7 @@ def _count_invalid(content: bytes) -> int:
 
 def _are_records(content: bytes) -> bool:
     """Says whether a file is JSON lines, or a JSON array, of records: alike, or with a "text"."""
-    start = content[:_WINDOW].lstrip()[:1]
+    start = content[:_WINDOW].removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     try:
         if start == b"{":
             lines = (line for line in io.BytesIO(content) if line.strip())

@@ -5,7 +5,6 @@ file says so; what plainly was written in the other width is refused.
 """
 
 import lzma
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from examples.llama.data_codec import Codec
 from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import read_bytes, require_file
+from examples.llama.data_files import is_there, read_bytes, require_file
 from examples.llama.data_kind import ENOUGH, is_plain_text, kind_of, unmistakable_kind_of
 from examples.llama.data_text import HELD_OUT
 
@@ -40,7 +39,7 @@ def find_tokenizer(folder: Path) -> Path:
         DataError: If there is none.
     """
     for place in (folder, folder.absolute().parent):
-        if os.path.lexists(place / "tokenizer.json"):
+        if is_there(place / "tokenizer.json"):
             return place / "tokenizer.json"
     raise DataError(f"{folder}: no tokenizer.json in it or above it; name one with --tokenizer")
 
@@ -76,8 +75,7 @@ def read_tokens(path: Path, codec: Codec) -> tuple[np.ndarray, np.ndarray]:
 
 def _find(folder: Path, names: tuple[str, ...]) -> Path | None:
     files = (folder / name for name in names)
-    # A link that leads nowhere is found too, to be refused: it stands for data.
-    return next((file for file in files if os.path.lexists(file)), None)
+    return next((file for file in files if is_there(file)), None)
 
 
 def _read(file: Path, codec: Codec) -> np.ndarray:
