@@ -104,13 +104,14 @@ def test_what_cannot_be_read_is_named_with_the_cause(tmp_path, monkeypatch, name
                 assert error_of(path) == message
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_permissions_are_respected(tmp_path):
     write_text(tmp_path / "a.txt")
     (tmp_path / "more").mkdir()
     write_text(tmp_path / "more/b.txt")
     (tmp_path / "more").chmod(0)
     try:
+        if os.access(tmp_path / "more", os.R_OK):
+            pytest.skip("who runs this reads everything")
         assert "more: cannot be read (Permission denied)" in error_of(tmp_path)
         assert "b.txt: cannot be read (Permission denied)" in error_of(tmp_path / "more/b.txt")
     finally:
