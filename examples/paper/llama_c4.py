@@ -14,14 +14,19 @@ it stopped; what is recorded is not run again. `python -m examples.paper.llama_r
 the tables and draws the curves.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from examples.llama.options import Parser, number, seconds, whole
+from examples.llama.console import say
+from examples.llama.options import Parser, local_path, number, seconds, whole
 from examples.paper import records
 from examples.paper.arms import ARMS, Arm
 from examples.paper.llama_report import table
@@ -54,9 +59,19 @@ def parser(description: str | None = __doc__) -> Parser:
         "--fixed-rate", type=positive, nargs="+", default=[], metavar="RATE",
         help="run every arm at each of these learning rates, without a search",
     )  # fmt: skip
-    add("--out", type=Path, help="JSON lines (default: examples/paper/results/llama_SIZE.jsonl)")
+    add(
+        "--out",
+        type=local_path,
+        help="JSON lines (default: examples/paper/results/llama_SIZE.jsonl)",
+    )
     add("--time-limit", type=seconds, default=math.inf, help="seconds; no run ends later")
     return parser
+
+
+def refuse_idle(options: Parser, args: argparse.Namespace) -> None:
+    """Refuses what says how to search where nothing is searched."""
+    if args.fixed_rate:
+        options.refuse_idle(args, "beside --fixed-rate", "centre", "reach")
 
 
 def sweep(args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str]) -> int:
@@ -72,10 +87,10 @@ def sweep(args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str
     platform, devices = find_devices()
     task = make_task(args, platform)
     out = args.out or records.RESULTS / f"llama_{args.size}.jsonl"
-    print(f"{len(devices)} worker(s) on {platform}, records in {out}", flush=True)
+    say(f"{len(devices)} worker(s) on {platform}, records in {out}")
     state = Sweep(task, searches, out, deadline)
     status = execute(state, devices)
-    print(table(state.records, names))
+    say(table(state.records, names))
     return status
 
 
@@ -108,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     options.add_argument("--arms", default=CONTROLLED, help="names, most urgent first, or all")
     args = options.parse_args(argv)
+    refuse_idle(options, args)
     names = list(ARMS) if args.arms == "all" else args.arms.split(",")
     return sweep(args, ARMS, names)
 
