@@ -20,7 +20,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from magma_optax import describe_masking, magma, skip_update, stacked, with_magma
-from magma_optax.fused import fused_adam
+from magma_optax.experimental.fused import fused_adam
 
 W = jnp.ones((4, 3))
 ALL = {

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from magma_optax import attention_and_mlp, magma, with_magma
-from magma_optax._first_moment import FirstMoments, leaves_by_place
+from magma_optax._moments.base import FirstMoments, leaves_by_place
 
 PARAMS = {"b": jnp.linspace(-1.0, 1.0, 6), "w": jnp.linspace(-1.0, 1.0, 24).reshape(4, 6)}
 

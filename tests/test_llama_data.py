@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llama_sources import BATCH_SIZE, SEQ_LEN, error_of, load, text_of, write_shard
 
 from examples.llama import data, data_stream
 from examples.llama.data_text import hold_out, split_docstrings
@@ -19,23 +20,6 @@ from examples.llama.data_text import hold_out, split_docstrings
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus"
 SMALL = ["text", "tokens", "shards", "shards_held_out", "hub_json", "hub_parquet"]
 ALL = ["library", *SMALL]
-SEQ_LEN = 16
-BATCH_SIZE = 4
-
-
-def load(path=None, **kwargs):
-    defaults = dict(seq_len=SEQ_LEN, batch_size=BATCH_SIZE, process_index=0, process_count=1)
-    return data.load(None if path is None else str(path), **(defaults | kwargs))
-
-
-def text_of(i, words=40):
-    """Returns document `i`: words that say which document and which place they come from."""
-    return " ".join(f"d{i}w{j}" for j in range(words))
-
-
-def write_shard(path, texts, opener=gzip.open):
-    with opener(path, "wt") as file:
-        file.writelines(json.dumps({"text": text, "url": "https://a.b"}) + "\n" for text in texts)
 
 
 @pytest.fixture
@@ -398,16 +382,6 @@ def test_real_tokens():
     assert loaded.unigram_entropy == pytest.approx(7.3581, abs=1e-3)  # Its README says so.
     text = loaded.decode(next(iter(loaded.train))["inputs"][0].tolist())
     assert len(text) > 500 and " the " in text
-
-
-def error_of(*args, **kwargs):
-    with pytest.raises(data.DataError) as raised:
-        loaded = load(*args, **kwargs)
-        for _ in itertools.islice(loaded.train, 100):
-            pass
-    message = str(raised.value)
-    assert "\n" not in message and len(message) < 400
-    return message
 
 
 def test_errors_of_paths(tmp_path):

@@ -6,51 +6,25 @@ import lzma
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from llama_sources import error_of, load, text_of, write_shard, write_tokens, write_words
 
-from examples.llama import data
+from examples.llama import data_stream
 
 ROOT = Path(__file__).parents[1]
-VOCABULARY = {"<eos>": 0, "<unk>": 1} | {f"w{i}": i for i in range(2, 300)}
 
 
 def digest(path, **kwargs):
-    defaults = dict(seq_len=16, batch_size=4, process_index=0, process_count=1)
-    return data.load(str(path), **(defaults | kwargs)).digest
-
-
-def text_of(i):
-    return " ".join(f"d{i}w{j}" for j in range(40))
-
-
-def write_tokenizer(path, vocabulary=VOCABULARY):
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path))
-    return str(path)
-
-
-def write_shard(path, texts):
-    with gzip.open(path, "wt") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return load(path, **kwargs).digest
 
 
 def write_text(folder):
     for i in range(40):
         (folder / f"{i}.md").write_text(text_of(i))
-
-
-def write_tokens(folder):
-    write_tokenizer(folder / "tokenizer.json")
-    rng = np.random.default_rng(0)
-    for name, count in (("train", 3000), ("val", 300)):
-        ids = rng.integers(2, 300, count).astype("<u2")
-        ids[49::50] = 0  # The end of a document.
-        ids.tofile(folder / f"{name}.bin")
 
 
 def write_shards(folder):
@@ -169,11 +143,81 @@ def test_other_shards_move_it(tmp_path, prefix):
 def test_another_tokenizer_moves_it_and_another_layout_of_its_file_does_not(tmp_path, write):
     write(tmp_path)
     found = {digest(tmp_path)}
-    path = write_tokenizer(tmp_path / "tokenizer.json")
+    path = write_words(tmp_path / "tokenizer.json")
     found.add(digest(tmp_path))
-    parts = json.loads(Path(path).read_text())
-    Path(path).write_text(json.dumps(dict(reversed(list(parts.items()))), indent=7))
+    parts = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(list(parts.items()))), indent=7))
     assert digest(tmp_path) in found
-    write_tokenizer(path, VOCABULARY | {"w2": 3, "w3": 2})  # The same ids, that mean other words.
+    write_words(path, w2=3, w3=2)  # The same ids, that mean other words.
     found.add(digest(tmp_path))
     assert len(found) == 3
+
+
+def test_a_changed_byte_deep_in_a_shard_moves_it(tmp_path, monkeypatch):
+    """Beyond what is read at the beginning: by the checksum at the end of the file."""
+    monkeypatch.setattr(data_stream, "_SAMPLE_TOKENS", 500)
+    write_shards(tmp_path)
+    shard, before = tmp_path / "c4-train.2.json.gz", digest(tmp_path)
+    content = gzip.decompress(shard.read_bytes())
+    packed = gzip.compress(content, 0)
+    shard.write_bytes(packed)
+    stored = digest(tmp_path)
+    shard.write_bytes(gzip.compress(content, 0, mtime=1))
+    assert digest(tmp_path) == stored  # The time of packing is no content.
+    shard.write_bytes(gzip.compress(content.replace(b"d70w9 ", b"d70w8 "), 0))
+    assert shard.stat().st_size == len(packed)
+    assert len({before, stored, digest(tmp_path)}) == 3
+
+
+def test_a_data_set_of_the_hub_is_known_by_names_and_sizes(monkeypatch):
+    """Whatever its commit, which a change of the README moves too. No network is needed."""
+    datasets, fsspec = pytest.importorskip("datasets"), pytest.importorskip("fsspec")
+    disk = fsspec.filesystem("memory")
+
+    def publish(commit, **files):
+        folder = f"memory://a/b@{commit * 40}/en"
+        for name, content in files.items():
+            disk.pipe(f"{folder}/{name}.jsonl", content)
+
+        class Builder:
+            config = types.SimpleNamespace(
+                data_files={"train": [f"{folder}/{name}.jsonl" for name in files]}
+            )
+
+            def as_streaming_dataset(self):
+                rows = {"text": [text_of(i) for i in range(60)]}
+                return {"train": datasets.Dataset.from_dict(rows).to_iterable_dataset()}
+
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
+
+    found = []
+    for files in (dict(x=b"12"), dict(x=b"123"), dict(x=b"12", y=b"1"), dict(z=b"12")):
+        publish("0", **files)
+        found.append(digest("hf:a/b"))
+        publish("f", **files)
+        assert digest("hf:a/b") == found[-1]
+    assert len(set(found)) == 4
+    publish("0", x=b"12", y=b"")
+    assert "/en/y.jsonl: empty (0 bytes)" in error_of("hf:a/b")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("text", "eeb64a1f3768b28fa6745e22e371dadc"),
+        ("tokens", "8b75ed9b03b472fb773a8d722df07794"),
+        ("lines", "f52e60b483879fcfb405908b9447bde7"),
+    ],
+)
+def test_ids_order_and_split_are_those_of_earlier_versions(tmp_path, kind, expected):
+    """A run that goes on with a newer version compares digests of the older one."""
+    path = tmp_path
+    if kind == "text":
+        write_text(tmp_path)
+    if kind == "tokens":
+        write_words(tmp_path / "tokenizer.json")
+        (np.arange(9000) * 7919 % 300).astype("<u2").tofile(tmp_path / "train.bin")
+    if kind == "lines":
+        path = tmp_path / "a.jsonl"
+        write_shard(path, map(text_of, range(300)))
+    assert digest(path) == expected

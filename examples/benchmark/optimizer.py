@@ -37,7 +37,7 @@ from examples.llama.train import abstract_model, make_functions
 from examples.paper.baselines.matrices import select
 from examples.paper.records import append
 from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
-from magma_optax.fused import FusedAdam, fused_adam
+from magma_optax.experimental.fused import FusedAdam, fused_adam
 
 PARTS = ("step", "train", "compile", "state", "peers")
 TREES = ("matrices", *PRESETS)

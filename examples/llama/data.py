@@ -5,6 +5,7 @@ or a data set of the Hugging Face hub. See `load` for the formats.
 """
 
 import dataclasses
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import grain
 import numpy as np
 
 from examples.llama.data_codec import Codec, byte_codec, tokenizer_codec
-from examples.llama.data_digest import digest
-from examples.llama.data_error import DataError
+from examples.llama.data_digest import IdentifiedDataset, digest
+from examples.llama.data_error import DataError, one_line
+from examples.llama.data_files import is_there, read_status, require_file
 from examples.llama.data_hub import PREFIX, hub_stream
 from examples.llama.data_rows import (
     PACKINGS,
@@ -27,7 +29,7 @@ from examples.llama.data_rows import (
 from examples.llama.data_shards import find_shards, shard_stream
 from examples.llama.data_stream import Stream, open_stream, stream_dataset
 from examples.llama.data_text import hold_out, read_files, read_standard_library
-from examples.llama.data_tokens import find_tokenizer, is_token_folder, read_tokens
+from examples.llama.data_tokens import find_tokenizer, is_token_file, is_token_folder, read_tokens
 
 __all__ = ["Data", "DataError", "load"]
 
@@ -50,9 +52,9 @@ class Data:
         digest: 32 hexadecimal digits that identify what was read, to compare on resume and between
             hosts: the same on every machine and for every seed, packing, row length, batch size and
             number of hosts. Of files in memory and of token files it covers the tokenizer, all
-            training ids and all held-out ids. Of a stream it covers the tokenizer, the names and
-            sizes of all files (of the hub also their revision), the training ids at the beginning
-            (up to 1 million) and all held-out ids.
+            training ids and all held-out ids. Of a stream it covers the tokenizer, the name, size
+            and end of each file (on the hub name and size), the training ids at the beginning (up
+            to 1 million) and the held-out ids.
         encode: Text to ids.
         decode: Ids to text.
     """
@@ -85,15 +87,21 @@ def load(
       - A text file, or a folder of them (the suffixes are in `data_text.SUFFIXES`). About 5 % of
         the characters are held out, by whole files where there are small enough ones.
       - A `*.json.gz` file of C4, or a folder of them; `*validation*` files are held out.
-      - A folder with `train.bin` or `train.bin.xz`, and `val.bin`: little-endian uint16 ids, with
-        their `tokenizer.json` in it or above it. Without `val.bin` the last 5 % are held out.
+      - A `*.jsonl` or `*.jsonl.gz` file, of lines such as C4's.
+      - A folder with `train.bin` or `train.bin.xz`, and `val.bin`: little-endian ids, uint16, or
+        uint32 where the vocabulary has more than 65,536 ids, with their `tokenizer.json` in it or
+        above it. Without `val.bin` the last 5 % are held out.
       - `hf:NAME`, `hf:NAME:CONFIG` or `hf:FOLDER`: streamed by the `datasets` package.
 
+    The first of token files, `*.json.gz` and text files that a folder has is what is read of it;
+    other suffixes are ignored. Linked folders are read, folders whose names begin with a dot are
+    not.
+
     Text is encoded with `tokenizer`, or a `tokenizer.json` in the folder of `path`; without them
-    its ids are its UTF-8 bytes, and 256 ends a document. C4 and the hub are streamed: shuffled
-    within windows of 1,000 documents, held out by a hash of the text (1 %) where the source has no
-    validation split, and evaluated on at most 1 million tokens. Anything else is held in memory
-    or mapped, and shuffled as a whole.
+    its ids are its UTF-8 bytes, and 256 ends a document. JSON lines and the hub are streamed:
+    shuffled within windows of 1,000 documents, held out by a hash of the text (1 %) where the
+    source has no validation split, and evaluated on at most 1 million tokens. Anything else is held
+    in memory or mapped, and shuffled as a whole.
 
     Args:
         path: What to read.
@@ -114,6 +122,11 @@ def load(
     """
     if packing not in PACKINGS:
         raise DataError(f"packing {packing!r}: no such packing; use {' or '.join(PACKINGS)}")
+    for option, value in (("--data", path), ("--tokenizer", tokenizer)):
+        if value is not None and not value.strip():
+            raise DataError(
+                f"{option} {value!r}: names nothing; give a path, or leave {option} out"
+            )
     if process_index is None or process_count is None:
         import jax  # Here, since it starts the accelerator.
 
@@ -130,27 +143,23 @@ def load(
         return _from_stream(hub_stream(path, batching), _codec(tokenizer), batching)
 
     place = Path(path)
-    if not place.exists():
-        raise DataError(f"{path}: no such file or folder; give a text file or a folder of them")
-    if place.name in ("train.bin", "train.bin.xz"):
-        place = place.parent
-    folder = place if place.is_dir() else place.parent
-    if place.is_dir() and is_token_folder(place):
-        codec = tokenizer_codec(Path(tokenizer) if tokenizer else find_tokenizer(place))
+    is_folder = stat.S_ISDIR(read_status(place).st_mode)
+    if is_token_file(place) or (is_folder and is_token_folder(place)):
+        folder = place if is_folder else place.parent
+        codec = tokenizer_codec(find_tokenizer(folder) if tokenizer is None else Path(tokenizer))
         return _from_tokens(f"{path}: token files", *read_tokens(place, codec), codec, batching)
-    codec = _codec(tokenizer, folder)
+    if not is_folder:
+        require_file(place)
+    codec = _codec(tokenizer, place if is_folder else place.parent)
     if find_shards(place):
         return _from_stream(shard_stream(place, batching), codec, batching)
-    texts = read_files(place)
-    size = sum(len(text) for [text] in texts.values())
-    files = f"{len(texts):,} file{'s' * (len(texts) != 1)}"
-    return _from_texts(f"{path}: {files}, {size / 1e6:.1f} MB", texts, codec, batching)
+    return _from_texts(*read_files(place), codec, batching)
 
 
 def _codec(tokenizer: str | None, folder: Path | None = None) -> Codec:
     if tokenizer is not None:
         return tokenizer_codec(Path(tokenizer))
-    if folder is not None and (folder / "tokenizer.json").is_file():
+    if folder is not None and is_there(folder / "tokenizer.json"):
         return tokenizer_codec(folder / "tokenizer.json")
     return byte_codec()
 
@@ -203,11 +212,15 @@ def _data(
 ) -> Data:
     rows = make_rows(valid, batching, codec.end_of_document)
     if not len(rows):
-        raise DataError(f"{name}: nothing is left to hold out for evaluation; use more text")
+        raise DataError(
+            f"{name}: nothing is left to hold out for evaluation ({len(valid):,} held-out tokens); "
+            "use more text"
+        )
+    name = one_line(f"{name}, {codec.name}")
     return Data(
-        f"{name}, {codec.name}",
+        name,
         codec.vocab_size,
-        train,
+        IdentifiedDataset(train, name, identity),
         lambda: valid_batches(rows, batching, codec.end_of_document),
         unigram_entropy(train_counts, rows),
         identity,

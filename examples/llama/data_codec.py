@@ -1,17 +1,24 @@
 """Text to token ids and back: plain bytes, or a tokenizer.json of the `tokenizers` package."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError, first_line
+from examples.llama.data_files import is_there, read_bytes, require_file
+from examples.llama.data_kind import kind_of
+from examples.llama.data_spelling import Spelling
 
 _BYTES = 256
 _AT_ONCE = 1000  # Texts whose ids are Python lists at the same time.
+_MOST_IDS = 1 << 24  # More than any vocabulary has; a model of more would not fit anywhere.
+_SAMPLING = ("dropout", "alpha", "nbest_size")  # What makes a model of `tokenizers` draw at random.
 _END_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
@@ -73,53 +80,93 @@ def byte_codec() -> Codec:
 def tokenizer_codec(path: Path) -> Codec:
     """Returns the codec of a tokenizer.json.
 
+    A tokenizer that draws its pieces at random (BPE dropout, Unigram sampling) is used without
+    that, so that the same text has the same ids again; the codec's name says so.
+
     Args:
         path: A file in the format of the `tokenizers` package.
 
     Raises:
         DataError: If the file is missing or damaged, has no end-of-text token, or the
-            `tokenizers` package is not installed.
+            `tokenizers` package is not installed. The codec raises it for text that the tokenizer
+            cannot encode, or would leave out in part.
     """
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise DataError(f"{path}: reading it needs `pip install tokenizers`") from None
-    if not path.is_file():
+    if not is_there(path):
         raise DataError(f"{path}: no such tokenizer file; give the path of a tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # The package raises bare `Exception`.
-        raise DataError(f"{path}: not a tokenizer.json ({first_line(error)})") from error
+    if path.is_dir():
+        raise DataError(f"{path}: a folder; give the path of the tokenizer.json in it")
+    require_file(path)
+    content = read_bytes(path)
+    with _errors_of_the_package(f"{path}: not a tokenizer.json", kind_of(content)):
+        settings = json.loads(content)
+        tokenizer = Tokenizer.from_str(content.decode())
     # A tokenizer.json can carry the padding, truncation and markers of its first use. Text that
     # merely mentions a special token must not become one: it would end the document.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
+    sampling = [name for name in _SAMPLING if getattr(tokenizer.model, name, None) is not None]
+    for name in sampling:
+        setattr(tokenizer.model, name, None)
 
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     size = max(vocabulary.values(), default=-1) + 1
+    if size > _MOST_IDS:
+        raise DataError(
+            f"{path}: ids up to {size - 1:,} for {len(vocabulary):,} tokens; number them from 0 "
+            f"to at most {_MOST_IDS - 1:,}"
+        )
     end = next((vocabulary[token] for token in _END_OF_TEXT if token in vocabulary), None)
     if end is None:
         raise DataError(f"{path}: no end-of-text token; add one of {', '.join(_END_OF_TEXT)}")
+    require_spelling = Spelling(tokenizer, path).require
+
+    def prepare(text: str) -> str:
+        sound = _sound(text)
+        require_spelling(sound)
+        return sound
+
+    refusal = f"{path}: cannot encode the text with it, use one that knows all of it"
 
     def encode(text: str) -> list[int]:
-        return tokenizer.encode(_sound(text), add_special_tokens=False).ids
+        with _errors_of_the_package(refusal):
+            return tokenizer.encode(prepare(text), add_special_tokens=False).ids
+
+    def encode_many(texts: Sequence[str]) -> Iterable[list[int]]:
+        with _errors_of_the_package(refusal):
+            prepared = [prepare(text) for text in texts]
+            encoded = tokenizer.encode_batch_fast(prepared, add_special_tokens=False)
+        return (one.ids for one in encoded)
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode([int(i) for i in ids])
 
-    def encode_many(texts: Sequence[str]) -> Iterable[list[int]]:
-        sound = [_sound(text) for text in texts]
-        return (one.ids for one in tokenizer.encode_batch_fast(sound, add_special_tokens=False))
-
-    name, identity = f"{path.name} of {size:,} ids", digest([_canonical(path.read_bytes())])
+    name = f"{path.name} of {size:,} ids" + "".join(f", without its {name}" for name in sampling)
+    identity = digest([_canonical(settings)])
     return Codec(name, identity, size, end, encode, encode_many, decode)
 
 
-def _canonical(content: bytes) -> str:
+@contextlib.contextmanager
+def _errors_of_the_package(message: str, cause: str | None = None) -> Iterator[None]:
+    """Raises a `DataError` of `message` and the cause, by default the exception's own words."""
+    try:
+        yield
+    except (DataError, KeyboardInterrupt, SystemExit):
+        raise
+    # The package raises bare `Exception`, and for a panic of Rust a `BaseException`.
+    except BaseException as error:
+        raise DataError(f"{message} ({cause or first_line(error)})") from error
+
+
+def _canonical(settings: dict[str, Any]) -> str:
     """Returns what a tokenizer.json says, without its layout and without what is not used of it."""
-    parts = {**json.loads(content), "padding": None, "truncation": None}
-    return json.dumps(parts, sort_keys=True)
+    model = settings["model"] | dict.fromkeys(_SAMPLING)
+    used = settings | {"model": model, "padding": None, "truncation": None}
+    return json.dumps(used, sort_keys=True)
 
 
 def _sound(text: str) -> str:

@@ -6,8 +6,12 @@ were written.
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
+import grain
 import numpy as np
+
+from examples.llama.data_error import DataError
 
 _AT_ONCE = 1 << 24
 
@@ -30,3 +34,46 @@ def digest(parts: Iterable[str | bytes | np.ndarray]) -> str:
         else:
             whole.update(content)
     return whole.hexdigest()
+
+
+class IdentifiedDataset(grain.IterDataset):
+    """A dataset whose iterator goes on only with the data that its state was taken from."""
+
+    def __init__(self, dataset: grain.IterDataset, name: str, digest: str):
+        """Puts `digest` into the states of `dataset`; errors call the data `name`."""
+        super().__init__(dataset)
+        self._name = name
+        self._digest = digest
+
+    def __iter__(self) -> grain.DatasetIterator:
+        """Returns the iterator of the dataset, with the digest in its states."""
+        return _IdentifiedIterator(iter(self._parent), self._name, self._digest)
+
+
+class _IdentifiedIterator(grain.DatasetIterator):
+    def __init__(self, iterator: grain.DatasetIterator, name: str, digest: str):
+        super().__init__(iterator)
+        self._name = name
+        self._digest = digest
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self._parent)
+
+    def get_state(self) -> dict[str, Any]:
+        return {**self._parent.get_state(), "data": self._digest}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        place = {key: value for key, value in state.items() if key != "data"}
+        # A state without a digest is one of before there were digests.
+        if (found := state.get("data", self._digest)) != self._digest:
+            raise DataError(
+                f"{self._name}: not the data that the state was taken from (digest {found} there, "
+                f"{self._digest} here): files, tokenizer or split changed since; bring the old "
+                "ones back, or start anew"
+            )
+        if place.keys() != self._parent.get_state().keys():
+            raise DataError(
+                f"{self._name}: the state was taken from data of another kind or packing; go on "
+                "with that, or start anew"
+            )
+        self._parent.set_state(place)

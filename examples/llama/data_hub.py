@@ -1,14 +1,20 @@
 """Data sets of the Hugging Face hub, streamed by the `datasets` package."""
 
+import dataclasses
+import gzip
 import os
-from collections.abc import Iterator
+import re
+import traceback
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from examples.llama.data_digest import digest
 from examples.llama.data_error import DataError, first_line
+from examples.llama.data_files import find_files, fingerprint
 from examples.llama.data_rows import Batching
-from examples.llama.data_stream import Keep, State, Stream
+from examples.llama.data_stream import Keep, State, Stream, require_text
 
 if TYPE_CHECKING:
     import datasets
@@ -16,6 +22,29 @@ if TYPE_CHECKING:
 PREFIX = "hf:"
 
 _INSTALL = "pip install 'magma_optax[hf]'"
+# What `datasets` takes for data wherever it finds it. A .json or .txt file can be about the data.
+_FORMATS = (".arrow", ".csv", ".json.gz", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+_SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+_EXCERPT = 80  # Characters of a row.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A data set as it was opened.
+
+    Attributes:
+        path: What the user called it.
+        name: One line for a person.
+        files: The addresses of its files.
+        splits: Its splits by name.
+        digest: What identifies its files.
+    """
+
+    path: str
+    name: str
+    files: list[str]
+    splits: "datasets.IterableDatasetDict"
+    digest: str
 
 
 def hub_stream(path: str, batching: Batching) -> Stream:
@@ -30,57 +59,125 @@ def hub_stream(path: str, batching: Batching) -> Stream:
         batching: Says which share is this host's.
 
     Raises:
-        DataError: If `datasets` is not installed, there is no such data set, or it has no split
-            "train" or column "text"; while reading, if it cannot be read.
+        DataError: If `datasets` is not installed, there is no such data set, it has no split
+            "train" or column "text", or a file is empty or left out; while reading, if it cannot
+            be read.
     """
-    files, splits = _load(path)
+    source = _open(path)
+    splits = source.splits
     if "train" not in splits:
         raise DataError(f'{path}: no split "train" among {", ".join(splits)}; use another data set')
     train, valid = splits["train"], splits.get("validation")
 
     def resume(state: State, keep: Keep) -> Iterator[tuple[State, str]]:
-        return _resume(path, train, batching, state, keep)
+        return _resume(source, train, batching, state, keep)
 
     return Stream(
-        f"{path}, streamed",
-        digest(files),
-        lambda: _read(path, train),
-        (lambda: _read(path, valid)) if valid is not None else None,
+        source.name,
+        source.digest,
+        lambda: _read(source, train, "train"),
+        (lambda: _read(source, valid, "validation")) if valid is not None else None,
         resume,
     )
 
 
-def _load(path: str) -> "tuple[list[str], datasets.IterableDatasetDict]":
-    """Returns what identifies the files, and the splits."""
+def _open(path: str) -> _Source:
     try:
         import datasets
     except ImportError:
         raise DataError(f"{path}: streaming it needs the extra: {_INSTALL}") from None
     name, config = path.removeprefix(PREFIX), None
-    if not Path(name).is_dir() and ":" in name:
+    is_folder = os.path.isdir(name)
+    if not is_folder and ":" in name:
         name, config = name.split(":", 1)
+        is_folder = os.path.isdir(name)
+    if not name.strip():
+        raise DataError(f"{path}: no name; give hf:NAME, hf:NAME:CONFIG or hf:FOLDER")
+    if any(os.path.exists(os.path.join(name, file)) for file in _SAVED_TO_DISK):
+        raise DataError(
+            f"{path}: written by `save_to_disk`, which has another format; use `to_parquet`"
+        )
     try:
         builder = datasets.load_dataset_builder(name, config)
-        return list(_identity(Path(name), builder)), builder.as_streaming_dataset()
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(
-            f"{path}: no such data set, or the hub is out of reach ({first_line(error)})"
-        ) from error
+        splits = builder.as_streaming_dataset()
+        data_files = {str(key): list(of) for key, of in (builder.config.data_files or {}).items()}
+        identity = [
+            (split, *_identity(file, Path(name) if is_folder else None))
+            for split, files in sorted(data_files.items())
+            for file in files
+        ]
+    except DataError:
+        raise
+    except Exception as error:  # Every format and file system has its own.
+        what = (
+            "no data that `datasets` can read"
+            if is_folder
+            else "no such data set, or the hub is out of reach"
+        )
+        raise DataError(f"{path}: {what} ({_summary(error)})") from error
+    files = [file for of in data_files.values() for file in of]
+    left_out = _left_out(path, Path(name), files) if is_folder else 0
+    note = f", but {left_out:,} of its data files, which `datasets` leaves out" if left_out else ""
+    return _Source(
+        path,
+        f"{path}, streamed{note}",
+        files,
+        splits,
+        digest(part for file in identity for part in file),
+    )
 
 
-def _identity(root: Path, builder: "datasets.DatasetBuilder") -> Iterator[str]:
-    """Yields split, name and size of every file of a folder, or its address and revision."""
-    for split, files in sorted((builder.config.data_files or {}).items(), key=str):
-        for file, origin in zip(files, files.origin_metadata, strict=True):
-            if root.is_dir():
-                name = os.path.relpath(file, root.resolve())
-                yield from (str(split), name, str(os.path.getsize(file)))
-            else:
-                yield from (str(split), file, *origin)
+def _identity(file: str, folder: Path | None) -> tuple[str, str]:
+    """Returns the name of a file and what tells its content, wherever it lies."""
+    import fsspec
+
+    if folder is not None:
+        place, name = os.path.split(file)
+        place = os.path.relpath(os.path.realpath(place), folder.resolve())
+        return Path(place, name).as_posix(), fingerprint(Path(file))
+    system, place = fsspec.url_to_fs(file)
+    size = str(system.info(place)["size"])
+    # Without the commit, which is another as soon as somebody edits the data set's README.
+    name = re.sub("@[0-9a-f]{40}(?=/)", "", file)
+    if size == "0":
+        raise DataError(f"{name}: empty (0 bytes); use another data set")
+    return name, size
+
+
+def _left_out(path: str, folder: Path, files: list[str]) -> int:
+    """Returns how many data files of a folder `datasets` doesn't take, by format or by name.
+
+    Raises:
+        DataError: If a file cannot be read or holds nothing, or `datasets` does not enter its
+            folder, as it is a link.
+    """
+    for file in map(Path, files):
+        if file.suffix == ".gz" and not _unpacks_to_something(file):
+            raise DataError(f"{file}: a gzip file of nothing; fetch it again, or remove it")
+    taken = {os.path.realpath(file) for file in files}
+    suffixes = tuple({Path(file).suffix for file in files if Path(file).suffix} | set(_FORMATS))
+    left_out = [
+        file for file in find_files(folder, suffixes) if os.path.realpath(file) not in taken
+    ]
+    for file in left_out:
+        above = [folder / part for part in file.relative_to(folder).parents][:-1]
+        if link := next((place for place in above if place.is_symlink()), None):
+            raise DataError(
+                f"{path}: `datasets` does not enter the linked folder {link}; put a folder there"
+            )
+    return len(left_out)
+
+
+def _unpacks_to_something(file: Path) -> bool:
+    try:
+        with gzip.open(file) as content:
+            return bool(content.read(1))
+    except (OSError, EOFError, zlib.error):
+        return True  # Whoever reads it will say what is wrong.
 
 
 def _resume(
-    path: str,
+    source: _Source,
     dataset: "datasets.IterableDataset",
     batching: Batching,
     state: State,
@@ -98,23 +195,55 @@ def _resume(
         mine.set_epoch(1 + batching.seed + epoch)  # Epoch 0 alone would not be shuffled.
         if place is not None:
             mine.load_state_dict(place)
-        for text in _read(path, mine):
+        for text in _read(source, mine):
             if keep(text):
                 found = True
                 yield {"epoch": epoch, "place": mine.state_dict()}, text
         if not found:
-            raise DataError(f"{path}: no documents for host {host} of {hosts}; use fewer hosts")
+            raise DataError(
+                f"{source.path}: no documents for host {host} of {hosts}; use fewer hosts"
+            )
         epoch, place = epoch + 1, None
 
 
-def _read(path: str, dataset: "datasets.IterableDataset") -> Iterator[str]:
-    try:
-        for example in dataset:
-            if not isinstance(example.get("text"), str):
-                raise DataError(f'{path}: no column "text" among {", ".join(example)}')
-            if example["text"].strip():
-                yield example["text"]
-    except DataError:
-        raise
-    except Exception as error:  # Every format and file system has its own.
-        raise DataError(f"{path}: cannot be read ({first_line(error)})") from error
+def _read(
+    source: _Source, dataset: "datasets.IterableDataset", split: str | None = None
+) -> Iterator[str]:
+    """Yields the texts of a data set; errors count its rows if it is all of `split`, in order."""
+    rows = iter(dataset)
+    number = 0
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # Every format and file system has its own.
+            where = _file_of(error, source.files) or source.path
+            raise DataError(
+                f"{where}: cannot be read ({_summary(error)}); fetch it again"
+            ) from error
+        if row is None:
+            return
+        number += 1
+        where = f"row {number:,} of {split}" if split else f"the row {str(row)[:_EXCERPT]}"
+        if "text" not in row:
+            columns = ", ".join(row)
+            raise DataError(
+                f'{source.path}: no column "text" among {columns}; use another data set'
+            )
+        if (text := require_text(row["text"], f"{source.path}: {where}")).strip():
+            yield text
+
+
+def _summary(error: Exception) -> str:
+    """Returns an exception's message; of a long one, which quotes a schema, both ends."""
+    lines = str(error).splitlines()
+    return f"{lines[0]} {lines[-1]}" if len(lines) > 1 else first_line(error)
+
+
+def _file_of(error: Exception, files: Iterable[str]) -> str | None:
+    """Returns which of `files` was being read: a function on the way to the failure holds it."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for value in frame.f_locals.values():
+            if isinstance(value, str):
+                if found := next((file for file in files if file in value), None):
+                    return found
+    return None

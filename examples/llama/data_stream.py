@@ -22,6 +22,15 @@ _SCAN_CHARACTERS = 64_000_000  # Read in search of held-out documents.
 _SAMPLE_TOKENS = 1_000_000  # Of the training text, to be counted.
 _VALID_TOKENS = 1_000_000  # Held in memory for evaluation.
 
+_KINDS = {
+    type(None): "null",
+    bool: "a truth value",
+    int | float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
 State = dict[str, Any]
 Keep = Callable[[str], bool]
 
@@ -65,24 +74,48 @@ class Opening:
     is_all: bool
 
 
+def require_text(text: object, where: str) -> str:
+    """Returns `text`, the value of a row's "text".
+
+    Raises:
+        DataError: If it is no string; the message begins with `where`.
+    """
+    if isinstance(text, str):
+        return text
+    raise DataError(f'{where}: "text" is {kind_of_value(text)}, not a string; leave that row out')
+
+
+def kind_of_value(value: object) -> str:
+    """Returns what a person calls a value of JSON."""
+    return next(
+        (kind for of, kind in _KINDS.items() if isinstance(value, of)), f"a {type(value).__name__}"
+    )
+
+
 def open_stream(stream: Stream, codec: Codec) -> Opening:
     """Reads the beginning of a stream, the same on all hosts.
 
     A source without a split of its own holds out documents by a hash of their text: `HELD_OUT` of
     them all, or if none of the first 64 million characters has such a hash, the one that comes
-    nearest. Evaluation has at most 1 million tokens, of documents from the beginning.
+    nearest. Documents of more than that before any other are passed over in the choice. Evaluation
+    has at most 1 million tokens, of documents from the beginning.
 
     Args:
         stream: The source.
         codec: Its vocabulary.
 
     Raises:
-        DataError: If the source cannot be read or has nothing to train on.
+        DataError: If the source cannot be read, or has nothing to train on or to hold out.
     """
     if stream.valid is not None:
         threshold, held_out = -1.0, stream.valid()  # All of `train` is for training.
     else:
         threshold, texts = _hold_out(stream.train())
+        if not texts:
+            raise DataError(
+                f"{stream.name}: no document under {_SCAN_CHARACTERS:,} characters, so none can be "
+                "held out; cut the documents, or set some apart for validation"
+            )
         held_out = iter(texts)
 
     def keep(text: str) -> bool:
@@ -93,6 +126,8 @@ def open_stream(stream: Stream, codec: Codec) -> Opening:
     if not sample:
         raise DataError(f"{stream.name}: no documents to train on; use more of them")
     valid = _encode_up_to(held_out, codec, _VALID_TOKENS)
+    if not valid:
+        raise DataError(f"{stream.name}: no documents in its validation split; put some there")
     return Opening(
         keep,
         np.concatenate([np.empty(0, codec.dtype), *valid])[:_VALID_TOKENS],
@@ -195,21 +230,23 @@ class _ConcatIterator(grain.DatasetIterator):
 
 
 def _hold_out(documents: Iterator[str]) -> tuple[float, list[str]]:
-    """Returns the largest share that is held out and the documents up to it."""
+    """Returns the largest share that is held out and the documents up to it, if there are any."""
     candidates: list[tuple[float, str]] = []
-    lowest = (1.0, "")
+    lowest: tuple[float, str] | None = None
     characters = 0
     for text in documents:
+        if lowest is None and len(text) > _SCAN_CHARACTERS:
+            continue
         characters += len(text)
         if characters > _SCAN_CHARACTERS:
             break
         share = _share(text)
-        lowest = min(lowest, (share, text))
+        lowest = min(lowest or (share, text), (share, text))
         if share <= HELD_OUT:
             candidates.append((share, text))
     if candidates:
         return HELD_OUT, [text for _, text in candidates]
-    return lowest[0], [lowest[1]]
+    return (lowest[0], [lowest[1]]) if lowest else (1.0, [])
 
 
 def _share(text: str) -> float:

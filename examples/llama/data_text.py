@@ -3,8 +3,13 @@
 Both are a dict of name to texts. What shares a name falls on the same side of the held-out split.
 """
 
+import codecs
+import dataclasses
 import hashlib
 import inspect
+import io
+import itertools
+import json
 import os
 import platform
 import re
@@ -13,13 +18,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from examples.llama.data_error import DataError
+from examples.llama.data_files import find_files, read_bytes
+from examples.llama.data_kind import kind_of
 
 SUFFIXES = (
     *(".txt", ".md", ".rst", ".tex"),
     *(".py", ".c", ".h", ".cc", ".cpp", ".go", ".java", ".jl", ".js", ".rs", ".sh", ".ts"),
 )
+LINES = (".jsonl", ".jsonl.gz")  # Documents, which are read one file at a time.
 HELD_OUT = 0.05
 
+_WINDOW = 1 << 13  # Bytes of which a tenth may be no UTF-8; of a whole file, a hundredth.
+_FEW = 10  # Bytes that may be no UTF-8 in any file.
 _MAX_LIBRARY_CHARACTERS = 12_000_000
 # Test suites, what is not Python's own, tables of character codes, and the topics, read apart.
 _NOT_READ = frozenset(
@@ -35,28 +45,45 @@ _TRIPLE_QUOTED = re.compile(
 )
 
 
-def read_files(path: Path) -> dict[str, list[str]]:
+def read_files(path: Path) -> tuple[str, dict[str, list[str]]]:
     """Reads a text file, or every file of a folder whose suffix is in `SUFFIXES`.
 
     Args:
         path: An existing file, or a folder, which is searched to the bottom but for hidden folders.
 
     Returns:
-        The text of each file by its name; files of white space alone are left out.
+        What to call the texts, and the text of each file by its name. Files of white space alone
+        are left out; the name says how many, how many bytes were no UTF-8 and are replaced, and
+        how many files of JSON lines in the folder are not read.
 
     Raises:
         DataError: If no file has a fitting suffix, one cannot be read as text, or all are empty.
     """
-    files = sorted(_text_files(path)) if path.is_dir() else [path]
+    found = find_files(path, SUFFIXES + LINES) if path.is_dir() else [path]
+    lines = [file for file in found if path.is_dir() and file.name.endswith(LINES)]
+    files = [file for file in found if file not in set(lines)]
+    if not files and lines:
+        raise DataError(
+            f"{path}: *.jsonl files are read one at a time; name one, such as {lines[0].name}, or "
+            f"give hf:{path}"
+        )
     if not files:
         raise DataError(
             f"{path}: no train.bin, *.json.gz or text files in it; text is {' '.join(SUFFIXES)}"
         )
-    texts = {file.relative_to(path).as_posix(): [_read(file)] for file in files}
-    texts = {name: [text] for name, [text] in texts.items() if text.strip()}
+    read = {file.relative_to(path).as_posix(): _read(file) for file in files}
+    texts = {name: [one.text] for name, one in read.items() if one.text.strip()}
     if not texts:
         raise DataError(f"{path}: empty; put some text in it")
-    return texts
+    size = sum(len(text) for [text] in texts.values())
+    notes = [f"{path}: {_count(len(texts), 'file')}, {size / 1e6:.1f} MB"]
+    if empty := len(read) - len(texts):
+        notes.append(f"{_count(empty, 'empty file')} left out")
+    if replaced := sum(one.replaced for one in read.values()):
+        notes.append(f"{_count(replaced, 'byte')} outside UTF-8 replaced")
+    if lines:
+        notes.append(f"{_count(len(lines), '*.jsonl file')} not read")
+    return ", ".join(notes), texts
 
 
 def read_standard_library() -> tuple[str, dict[str, list[str]]]:
@@ -109,7 +136,7 @@ def hold_out(groups: Mapping[str, list[str]]) -> tuple[list[str], list[str]]:
     sizes = {name: sum(map(len, texts)) for name, texts in groups.items()}
     room = HELD_OUT * sum(sizes.values())
     held_out = set()
-    for name in sorted(groups, key=lambda name: hashlib.sha256(name.encode()).digest()):
+    for name in sorted(groups, key=_hash):
         if sizes[name] <= room:
             held_out.add(name)
             room -= sizes[name]
@@ -143,21 +170,76 @@ def split_docstrings(source: str) -> tuple[str, str]:
     return "\n\n".join(filter(None, prose)), code
 
 
-def _text_files(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(place, name) for name in names if name.endswith(SUFFIXES))
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A text, and how many replacement characters stand in it for bytes that are no UTF-8."""
+
+    text: str
+    replaced: int
 
 
-def _read(file: Path) -> str:
+def _read(file: Path) -> _Read:
+    content = read_bytes(file)
+    if kind := kind_of(content):
+        raise DataError(f"{file}: not a text file, but {kind}")
+    if (place := content.find(b"\0")) >= 0:
+        raise _no_text(file, content, place)
+    if _are_records(content):
+        raise DataError(
+            f"{file}: JSON records, not prose; write one record a line into a *.jsonl file, which "
+            "is read as documents, or move it away"
+        )
     try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
-    head = content[: 1 << 13]
-    if b"\0" in head or head.decode(errors="replace").count("\ufffd") > len(head) // 10:
-        raise DataError(f"{file}: not a text file; text is UTF-8, as in {' '.join(SUFFIXES)}")
-    return content.decode(errors="replace")
+        return _Read(content.decode(), 0)
+    except UnicodeDecodeError as error:
+        first, replaced = error.start, _count_invalid(content)
+    if replaced > max(_FEW, len(content) // 100):
+        raise _no_text(file, content, first)
+    for start in range(0, len(content), _WINDOW):
+        window = content[start : start + _WINDOW]
+        if _count_invalid(window) > max(_FEW, len(window) // 10):
+            raise _no_text(file, content, start)
+    return _Read(content.decode(errors="replace"), replaced)
+
+
+def _no_text(file: Path, content: bytes, place: int) -> DataError:
+    line = content.count(b"\n", 0, place) + 1
+    return DataError(
+        f"{file}: line {line}: not a text file, or a damaged one; text is UTF-8, as in "
+        f"{' '.join(SUFFIXES)}"
+    )
+
+
+def _count_invalid(content: bytes) -> int:
+    found = content.decode(errors="replace").count("\ufffd")
+    return found - content.count("\ufffd".encode())  # Some are written there.
+
+
+def _are_records(content: bytes) -> bool:
+    """Says whether a file is JSON lines, or a JSON array, of records: alike, or with a "text"."""
+    start = content[:_WINDOW].removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    try:
+        if start == b"{":
+            lines = (line for line in io.BytesIO(content) if line.strip())
+            records = [json.loads(line) for line in itertools.islice(lines, 2)]
+        elif start == b"[":
+            records = json.loads(content)[:2]
+        else:
+            return False
+    except (ValueError, RecursionError):
+        return False
+    if not records or not all(isinstance(record, dict) for record in records):
+        return False
+    alike = len(records) == 2 and records[0].keys() == records[1].keys()
+    return alike or all("text" in record for record in records)
+
+
+def _hash(name: str) -> bytes:
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _topics() -> dict[str, str]:

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 import re
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
-from magma_optax._blocks import BlockAxes, Where, candidate_leaves
-from magma_optax._hyperparameters import Hyperparameters
-from magma_optax._paths import named_leaves
+from magma_optax._blocks.choosing import Where, candidate_leaves
+from magma_optax._blocks.cutting import Granularity
+from magma_optax._blocks.paths import NamedTree
+from magma_optax._step.options import Options
 
 _LAYER = re.compile(r"(?<![^/_])\d+(?![^/])")  # The 3 of "layers/3" and of "blocks_3".
 
@@ -51,7 +52,7 @@ def describe_masking(
     params: Any,
     *,
     where: Where | None = None,
-    blocks: Literal["leaf", "row", "column", "element"] | BlockAxes = "leaf",
+    blocks: Granularity = "leaf",
 ) -> Masking:
     """Tell which parameters `magma`, `with_magma` and `skip_update` mask with these options.
 
@@ -74,12 +75,13 @@ def describe_masking(
       ValueError: as `magma` and its ``init``: ``where`` selects nothing, an axis is out of range.
       TypeError: an argument of the wrong kind, or a leaf that is no array.
     """
-    cuts = Hyperparameters(where=where, blocks=blocks).find_blocks(params)
-    candidates = candidate_leaves(params)
+    named = NamedTree(params)
+    cuts = Options(where=where, blocks=blocks).find_cuts(named)
+    candidates = candidate_leaves(named)
     return Masking(
         masked={path: candidates[path].shape for path in cuts},
         blocks={path: cut.size for path, cut in cuts.items()},
-        left_out={path: jnp.shape(x) for path, x in named_leaves(params) if path not in cuts},
+        left_out={path: jnp.shape(x) for path, x in named.pairs if path not in cuts},
     )
 
 

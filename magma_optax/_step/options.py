@@ -1,4 +1,4 @@
-"""The hyperparameters that `magma`, `with_magma` and `skip_update` share, checked once."""
+"""The options that `magma`, `with_magma` and `skip_update` share, checked once."""
 
 import dataclasses
 import inspect
@@ -12,26 +12,16 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from magma_optax._blocks import (
-    GRANULARITIES,
-    AxisName,
-    BlockAxes,
-    Blocks,
-    Where,
-    find_blocks,
-    is_predicate,
-)
-from magma_optax._coins import raw_key
+from magma_optax._blocks.choosing import Where, find_cuts, is_predicate
+from magma_optax._blocks.cutting import GRANULARITIES, AxisName, Cut, Granularity
+from magma_optax._blocks.paths import NamedTree
+from magma_optax._step.coins import raw_key
 
 Schedule = Callable[[jax.Array], ArrayLike]
-MULTI_STEPS = (
-    "with_magma around optax.MultiSteps would score and toss coins at every micro-step: put it "
-    "inside, optax.MultiSteps(with_magma(base), every_k_schedule=k)"
-)
 
 
-@dataclasses.dataclass
-class Hyperparameters:
+@dataclasses.dataclass(kw_only=True)
+class Options:
     """Arguments of `magma` by the same names and defaults; ``key`` becomes raw key data."""
 
     survival_prob: ArrayLike | Schedule | str = 0.5
@@ -42,13 +32,14 @@ class Hyperparameters:
     damping: bool = True
     rescale: bool = False
     where: Where | None = None
-    blocks: str | BlockAxes = "leaf"
+    blocks: Granularity = "leaf"
     key: Any = 0
     axis_name: AxisName = None
     momentum_dtype: Any = None
+    score: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.survival_prob, optax.GradientTransformation) or _makes_optimizer(
+        if isinstance(self.survival_prob, optax.GradientTransformation) or makes_optimizer(
             self.survival_prob
         ):
             raise TypeError(
@@ -90,48 +81,38 @@ class Hyperparameters:
             raise TypeError(
                 f"axis_name must be a mesh axis or a tuple of them, got {self.axis_name!r}"
             )
+        if self.score is not None and not hasattr(self.score, "of_sums"):
+            raise TypeError(
+                f"score must be a magma_optax.Score(products, of_sums), got {self.score!r}"
+            )
         self.key = raw_key(self.key)
 
-    def find_blocks(self, tree: Any, params: Any = None) -> dict[str, Blocks]:
-        """Return how each masked leaf of ``tree``, parameters or updates of ``params``, is cut."""
-        return find_blocks(tree, self.where, self.blocks, params)
+    def find_cuts(self, tree: NamedTree, typed: NamedTree | None = None) -> dict[str, Cut]:
+        """Return how each masked leaf of ``tree`` is cut; see `choosing.find_cuts`."""
+        return find_cuts(tree, self.where, self.blocks, typed)
+
+    def at_step(self, name: str, step: jax.Array) -> jax.Array:
+        """Return the option ``name``, a number or a schedule, at ``step``; float32 ().
+
+        Raises:
+          ValueError: the schedule returned an array of several numbers.
+          TypeError: it returned no number.
+        """
+        value = getattr(self, name)
+        if callable(value):
+            value = value(jnp.where(step < 0, np.int32(2**31 - 1), step))  # See MagmaState.step.
+        try:
+            number = jnp.asarray(value, jnp.float32)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name} must be one number, its schedule gave {value!r}") from None
+        if number.shape != ():
+            raise ValueError(
+                f"{name} must be one number, its schedule gave an array {number.shape}"
+            )
+        return number
 
 
-def at_step(name: str, value: ArrayLike | Schedule | str, step: jax.Array) -> jax.Array:
-    """Value of a number or a schedule at ``step``; float32 (), whatever its own dtype.
-
-    Raises:
-      ValueError: the schedule ``name`` returned something else than one number.
-    """
-    if callable(value):
-        value = value(jnp.where(step < 0, np.int32(2**31 - 1), step))  # Past the largest int32.
-    try:
-        number = jnp.asarray(value, jnp.float32)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be one number, its schedule gave {value!r}") from None
-    if number.shape != ():
-        raise ValueError(f"{name} must be one number, its schedule gave an array {number.shape}")
-    return number
-
-
-def check_base(inner: Any) -> None:
-    """Refuse what is no base optimizer, or one inside which Magma must stand."""
-    if not isinstance(inner, type) and hasattr(inner, "init") and hasattr(inner, "update"):
-        if isinstance(inner, optax.MultiSteps):
-            raise ValueError(MULTI_STEPS)
-        return
-    if _makes_optimizer(inner):
-        raise TypeError(
-            f"with_magma wraps an optimizer, got the function {inner.__name__} that makes one: "
-            f"call it, as in with_magma({inner.__name__}(1e-3))"
-        )
-    raise TypeError(
-        f"with_magma wraps an optax.GradientTransformation, got {inner!r}; magma() is the link "
-        "of a chain"
-    )
-
-
-def _makes_optimizer(value: Any) -> bool:
+def makes_optimizer(value: Any) -> bool:
     """Whether ``value`` is a function such as ``optax.adam``, not called."""
     try:
         made = inspect.signature(value).return_annotation

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.tree_util import GetAttrKey
 
-from magma_optax._paths import named_leaves
+from magma_optax._blocks.paths import NamedTree
 
 
 class _Number(NamedTuple):
@@ -108,7 +108,7 @@ def _find_emas(update: Callable[..., Any], treedef: Any, avals: tuple[Any, ...])
         )
     except Exception:  # A fault of the base itself shows again at the real update.
         return {}
-    paths = [path for path, _ in named_leaves(gradients)]
+    paths = [path for path, _ in NamedTree(gradients).pairs]
     places = list(leaves_by_place(state))
     values: list[_Value] = [_Linear({~n: _Number(1.0, True)}) for n in range(len(paths))]
     values += [

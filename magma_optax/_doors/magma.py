@@ -1,51 +1,39 @@
 """Magma as a link of an Optax chain, after any base optimizer."""
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from magma_optax._alignment import (
-    cosine_similarity,
-    keep_finite,
-    read_apart,
-    update_momentum,
-    widen_together,
-)
-from magma_optax._blocks import AxisName, BlockAxes, Where
-from magma_optax._caller import is_link, warn
-from magma_optax._hyperparameters import Hyperparameters, Schedule
-from magma_optax._masking import mask_updates, score_and_toss
-from magma_optax._momentum import init_momentum, masked_paths, match_blocks, replace_momentum
-from magma_optax._paths import named_leaves
-from magma_optax._state import (
-    MagmaState,
-    check_kind,
-    check_state,
-    init_state,
-    next_step,
-    replace_scores,
-)
+from magma_optax._blocks.choosing import Where
+from magma_optax._blocks.cutting import AxisName, Granularity
+from magma_optax._blocks.matching import match
+from magma_optax._blocks.paths import NamedTree
+from magma_optax._doors.caller import is_link, warn
+from magma_optax._moments.apart import read_apart
+from magma_optax._moments.estimated import undo_momentum
+from magma_optax._moments.own import from_gradient, init_momentum, replace_momentum
+from magma_optax._step.algorithm import ALIGNMENT, Moments, Score, masked_step
+from magma_optax._step.options import Options, Schedule
+from magma_optax._step.state import MagmaState, check_kind, check_scores, init_state
 
 
 def magma(
     survival_prob: ArrayLike | Schedule | Literal["alignment"] = 0.5,
     temperature: ArrayLike | Schedule = 2.0,
     *,
+    where: Where | None = None,
+    blocks: Granularity = "leaf",
+    key: ArrayLike = 0,
+    base: Literal["momentum", "gradient"] = "momentum",
     b1: ArrayLike = 0.9,
-    score_decay: ArrayLike | Schedule = 0.9,
-    initial_score: ArrayLike = 0.5,
+    momentum_dtype: Any = None,
+    axis_name: AxisName = None,
     damping: bool = True,
     rescale: bool = False,
-    where: Where | None = None,
-    blocks: Literal["leaf", "row", "column", "element"] | BlockAxes = "leaf",
-    key: ArrayLike = 0,
-    axis_name: AxisName = None,
-    momentum_dtype: Any = None,
-    base: Literal["momentum", "gradient"] = "momentum",
+    score_decay: ArrayLike | Schedule = 0.9,
+    initial_score: ArrayLike = 0.5,
+    score: Score = ALIGNMENT,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Momentum-aligned gradient masking: mask blocks at random, damp the rest by their alignment.
 
@@ -80,12 +68,6 @@ def magma(
         schedule ``step -> p`` (the first step is 0), or ``"alignment"`` for p = the block's
         :math:`\tilde s_t` (an ablation of the paper). 1.0 leaves damping alone.
       temperature: tau > 0; a number or a schedule. Values of schedules are not checked.
-      b1: decay of the EMA of gradients, mu, in [0, 1): the base's own.
-      score_decay: decay of the EMA of scores, in [0, 1); a number or a schedule.
-      initial_score: s_0; 0.5 is sigmoid(0).
-      damping: whether s_t is multiplied in.
-      rescale: whether surviving updates are divided by p, as in the paper's theory section (not in
-        its Algorithm 1). ``magma(damping=False, rescale=True)`` updates as `skip_update`.
       where: which leaves are masked: ``(path, leaf) -> bool`` with the path as in
         ``"layers/0/mlp/up_proj/kernel"`` and the leaf as a ``jax.ShapeDtypeStruct``, or a tree of
         bools. The paper uses ``attention_and_mlp``. Other leaves pass through bit for bit and keep
@@ -96,14 +78,22 @@ def magma(
         `stacked`.
       key: an int of up to 64 bits, a ``jax.random.key`` or raw key data. The coin of a block is a
         function of key, step, path and block index alone.
-      axis_name: mesh axis or axes that shard the parameters inside ``shard_map``: inner products
-        are summed over them. Not needed with ``jit`` and ``NamedSharding``, nor with ``pmap``.
-      momentum_dtype: dtype of the EMA of gradients; None for the parameter's, which is too coarse
-        for an average where parameters are float8.
       base: how to estimate gradients where none are passed. ``"momentum"``, for updates that move
         like a momentum (Adam, LaProp, SGD with momentum): g is about u_t - b1 u_{t-1}, mu about
         u_t. ``"gradient"``, for updates that move like a gradient (SGD, RMSProp): g is about u_t,
         mu about its EMA. The wrong choice is worthless.
+      b1: decay of the EMA of gradients, mu, in [0, 1): the base's own.
+      momentum_dtype: dtype of the EMA of gradients; None for the parameter's, which is too coarse
+        for an average where parameters are float8.
+      axis_name: mesh axis or axes that shard the parameters inside ``shard_map``: inner products
+        are summed over them. Not needed with ``jit`` and ``NamedSharding``, nor with ``pmap``.
+      damping: whether s_t is multiplied in.
+      rescale: whether surviving updates are divided by p, as in the paper's theory section (not in
+        its Algorithm 1). ``magma(damping=False, rescale=True)`` updates as `skip_update`.
+      score_decay: decay of the EMA of scores, in [0, 1); a number or a schedule.
+      initial_score: s_0; 0.5 is sigmoid(0).
+      score: how :math:`\tilde s_t` follows from mu_t, g_t and mu_{t-1}; by default as above. See
+        `Score` for another.
 
     Returns:
       A transformation with a `MagmaState` whose ``momentum`` is one buffer shaped like the masked
@@ -121,9 +111,10 @@ def magma(
     References:
       Joo et al., `On Surprising Effectiveness of Masking Updates in Adaptive Optimizers`, 2026.
     """
-    hp = Hyperparameters(
-        survival_prob, temperature, b1, score_decay, initial_score, damping, rescale, where, blocks,
-        key, axis_name, momentum_dtype,
+    options = Options(
+        survival_prob=survival_prob, temperature=temperature, b1=b1, score_decay=score_decay,
+        initial_score=initial_score, damping=damping, rescale=rescale, where=where, blocks=blocks,
+        key=key, axis_name=axis_name, momentum_dtype=momentum_dtype, score=score,
     )  # fmt: skip
     if base not in ("momentum", "gradient"):
         raise ValueError(f'base must be "momentum" or "gradient", got {base!r}')
@@ -135,43 +126,39 @@ def magma(
             warn(message)
 
     def init_fn(params):
-        cuts = hp.find_blocks(params)
-        momentum = init_momentum(params, cuts, hp.momentum_dtype)
-        return init_state(params, hp.key, cuts, hp.initial_score, momentum)
+        named = NamedTree(params)
+        cuts = options.find_cuts(named)
+        momentum = init_momentum(named, cuts, options.momentum_dtype)
+        return init_state(named, options.key, cuts, options.initial_score, momentum)
 
     def update_fn(updates, state, params=None, *, grad=None, **extra_args):
         del extra_args
         check_kind(state, MagmaState)
-        cuts = hp.find_blocks(updates, grad if params is None else params)
+        delta, momentum, grads = NamedTree(updates), NamedTree(state.momentum), NamedTree(grad)
+        cuts = options.find_cuts(delta, grads if params is None else NamedTree(params))
         if params is None:  # Then an integer parameter is one without momentum.
-            unmasked = masked_paths(state.momentum)
-            cuts = {path: cut for path, cut in cuts.items() if path not in unmasked}
-        check_state(state, cuts, updates)
-        old = match_blocks(state.momentum, updates, cuts, "momentum")
+            cuts = {path: cut for path, cut in cuts.items() if path not in momentum.masked}
+        scores = check_scores(state, cuts, delta)
+        old = match(momentum, delta, cuts, "momentum")
         if grad is not None:
-            incoming, moments = match_blocks(grad, updates, cuts, "grad"), _from_gradient
-            first = is_link() and _same_arrays(grad, updates, cuts)
+            moments_of, incoming = from_gradient, match(grads, delta, cuts, "grad")
+            first = is_link() and all(grads.leaves[path] is delta.leaves[path] for path in cuts)
             warn_once(cuts and first, _FIRST)
         else:
+            moments_of = undo_momentum if base == "momentum" else from_gradient
+            incoming = delta.arrays(cuts)
             warn_once(cuts, _ESTIMATED.format(base))
-            incoming = match_blocks(updates, updates, cuts, "updates")
-            moments = _from_momentum if base == "momentum" else _from_gradient
 
-        x, buffer = read_apart((incoming, old))
-        mu, g = {}, {}
-        for path in cuts:
-            mu[path], g[path], _ = moments(x[path], buffer[path], hp.b1)
-        cosines = cosine_similarity(mu, g, cuts, hp.axis_name)
-        scores, coins, factors = score_and_toss(hp, state, cuts, cosines)
-        new = {path: moments(incoming[path], old[path], hp.b1)[2] for path in cuts}
-        momentum = replace_momentum(state.momentum, new)
-        state = MagmaState(
-            step=next_step(state.step),
-            key=state.key,
-            alignment=replace_scores(state, scores),
-            momentum=momentum,
+        x, before = read_apart((incoming, old))
+        apart = {path: moments_of(x[path], before[path], options.b1) for path in cuts}
+        moments = Moments(
+            mu={path: mu for path, (mu, _, _) in apart.items()},
+            g={path: g for path, (_, g, _) in apart.items()},
+            previous_mu=before,
         )
-        return mask_updates(updates, cuts, coins, factors), state
+        masked, _, state = masked_step(options, state, scores, cuts, delta, moments)
+        new = {path: moments_of(incoming[path], old[path], options.b1)[2] for path in cuts}
+        return masked, state._replace(momentum=replace_momentum(momentum, new))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -187,24 +174,3 @@ _FIRST = (
     "magma() in the chain. One that comes after it would average masked gradients: write "
     "optax.chain(base, magma()). For plain SGD that is optax.chain(optax.sgd(lr), magma())."
 )
-
-
-def _same_arrays(grad: Any, updates: Any, paths: Iterable[str]) -> bool:
-    ours, theirs = dict(named_leaves(updates)), dict(named_leaves(grad))
-    return all(ours[path] is theirs[path] for path in paths)
-
-
-def _from_momentum(
-    delta: jax.Array, previous: jax.Array, b1: ArrayLike
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(mu, g, next buffer) from an update that is an EMA of something gradient-like: undo that."""
-    u, last = widen_together(delta, previous)
-    return u, u - jnp.asarray(b1, last.dtype) * last, keep_finite(u, u, last)
-
-
-def _from_gradient(
-    gradient: jax.Array, momentum: jax.Array, b1: ArrayLike
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(mu, g, next buffer) from a gradient, or from an update that is gradient-like."""
-    mu = update_momentum(momentum, gradient, b1)
-    return mu, gradient, mu

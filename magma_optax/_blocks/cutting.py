@@ -1,19 +1,17 @@
-"""Blocks: which leaves are masked, and how each of them is cut into blocks."""
+"""Cuts: how a leaf is cut into blocks."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from magma_optax._paths import leaves_by_path, named_leaves, none_paths
-
-Where = Callable[[str, jax.ShapeDtypeStruct], bool] | Any
 BlockAxes = Callable[[str, jax.ShapeDtypeStruct], int | Sequence[int]]
 AxisName = str | tuple[str, ...] | None
+Granularity = Literal["leaf", "row", "column", "element"] | BlockAxes
 
 GRANULARITIES: dict[str, Callable[[int], Sequence[int]]] = {
     "leaf": lambda ndim: (),
@@ -67,7 +65,7 @@ class stacked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Cut:
     """How one leaf is cut.
 
     Attributes:
@@ -112,102 +110,13 @@ class Blocks:
         return index.ravel()
 
 
-def find_blocks(
-    tree: Any, where: Where | None, blocks: str | BlockAxes, params: Any = None
-) -> dict[str, Blocks]:
-    """Return how each masked leaf is cut, by path.
-
-    Integer, boolean and empty leaves carry no block, nor does None.
-
-    Args:
-      tree: parameters or updates.
-      where: None for all leaves, ``(path, ShapeDtypeStruct) -> bool``, or a tree of bools (which
-        may be a prefix of ``tree``).
-      blocks: a granularity or ``(path, ShapeDtypeStruct) -> axes``.
-      params: the parameters (or gradients), if ``tree`` is updates: a leaf's dtype is its
-        parameter's. (A base may turn the gradient of an integer into a float.)
+def cut_leaf(path: str, leaf: jax.ShapeDtypeStruct, blocks: Granularity) -> Cut:
+    """Return how the leaf at ``path`` is cut.
 
     Raises:
-      ValueError: ``where`` selects nothing or misses a leaf, an axis is out of range, or a block
-        shares its path with another leaf.
-      TypeError: a leaf is no array.
+      TypeError: the axes are no ints.
+      ValueError: an axis is out of range or repeated.
     """
-    candidates = candidate_leaves(tree, params)
-    selects = _selector(where)
-    selected = {path: leaf for path, leaf in candidates.items() if selects(path, leaf)}
-    # With frozen leaves, whose gradients are None, those that `where` selects may all be frozen.
-    if candidates and not selected and not none_paths(tree):
-        raise ValueError(
-            f"`where` selects none of the {len(candidates)} leaves; it saw {_some(candidates)}. "
-            "Write a predicate (path, leaf) -> bool that fits these paths, or leave `where` out"
-        )
-    leaves_by_path(tree, selected)  # Refuses two leaves with one path.
-    return {path: _cut(path, leaf, blocks) for path, leaf in selected.items()}
-
-
-def candidate_leaves(tree: Any, params: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the leaves of ``tree`` that can carry blocks: arrays of floats that are not empty."""
-    typed = dict(named_leaves(params))
-    candidates = {}
-    for path, leaf in named_leaves(tree):
-        dtypes = [_dtype(path, x) for x in (leaf, typed.get(path, leaf))]
-        struct = jax.ShapeDtypeStruct(jnp.shape(leaf), dtypes[1])
-        if all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes) and struct.size:
-            candidates[path] = struct
-    return candidates
-
-
-def _dtype(path: str, leaf: Any) -> Any:
-    try:
-        return jnp.result_type(leaf)
-    except TypeError:
-        raise TypeError(
-            f"the leaf {path!r} is {leaf!r}, which is no array: give a tree of arrays, such as "
-            "eqx.filter(model, eqx.is_inexact_array) of an Equinox module"
-        ) from None
-
-
-def _selector(where: Where | None) -> Callable[[str, jax.ShapeDtypeStruct], Any]:
-    if where is None:
-        return lambda path, leaf: True
-    if is_predicate(where):
-        return lambda path, leaf: _ask(where, path, leaf)
-    mask: dict[str, bool] = {}
-    for path, value in named_leaves(where):
-        if jnp.shape(value) != () or np.asarray(value).dtype != np.bool_:
-            raise TypeError(
-                "`where` must be a predicate (path, leaf) -> bool or a tree of bools, got "
-                f"{value!r}{f' at {path!r}' if path else ''}"
-            )
-        mask[path] = mask.get(path, False) or bool(value)
-
-    def selects(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
-        prefix = path
-        while prefix not in mask:
-            if not prefix:
-                entries = f"it has {_some(mask)}" if mask else "it is empty"
-                raise ValueError(f"`where` has no entry for {path!r}; {entries}")
-            prefix = prefix.rpartition("/")[0]
-        return mask[prefix]
-
-    return selects
-
-
-def is_predicate(where: Any) -> bool:
-    """Tell a predicate from a tree of bools."""
-    # An Equinox module of bools can be called too, but its leaves cannot.
-    return callable(where) and all(map(callable, jax.tree.leaves(where)))
-
-
-def _ask(predicate: Callable[..., Any], path: str, leaf: jax.ShapeDtypeStruct) -> Any:
-    try:
-        return predicate(path, leaf)
-    except Exception as error:
-        error.add_note(f"`where` was asked about the path {path!r}, a string, and the leaf {leaf}")
-        raise
-
-
-def _cut(path: str, leaf: jax.ShapeDtypeStruct, blocks: str | BlockAxes) -> Blocks:
     ndim = len(leaf.shape)
     axes = GRANULARITIES[blocks](ndim) if isinstance(blocks, str) else blocks(path, leaf)
     axes = _axes_of(f"blocks: the axes of {path!r}", axes)
@@ -218,7 +127,7 @@ def _cut(path: str, leaf: jax.ShapeDtypeStruct, blocks: str | BlockAxes) -> Bloc
     if len(named) != len(axes):
         raise ValueError(f"blocks: axes {axes} repeat one axis of {path!r} of shape {leaf.shape}")
     shape = tuple(leaf.shape[axis] for axis in named)
-    return Blocks(tuple(named), shape, ndim, tuple(named.values()))
+    return Cut(tuple(named), shape, ndim, tuple(named.values()))
 
 
 def _axes_of(name: str, value: Any) -> tuple[int, ...]:
@@ -230,8 +139,3 @@ def _axes_of(name: str, value: Any) -> tuple[int, ...]:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if value is None or isinstance(value, int | str) else tuple(value)
-
-
-def _some(paths: Any, limit: int = 8) -> str:
-    names = [repr(path) for path in paths]
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if names[limit:] else "")
