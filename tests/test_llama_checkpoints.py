@@ -31,7 +31,7 @@ class Place(grain.DatasetIterator):
         return self.state
 
     def set_state(self, state):
-        self.state = {"line": state["line"]} if "line" in self.state else state
+        self.state = state
 
 
 def tree(step):
@@ -174,6 +174,13 @@ def test_a_file_without_permission_is_not_taken_for_damaged(copy, monkeypatch):
     with pytest.raises(PermissionError, match="some file"):
         restored(copy)
     assert (copy / "4").exists()
+
+
+@pytest.mark.parametrize("content", ["{}", "[4]", '{"row": 4}', "\xff"])
+def test_a_place_that_is_none_is_damage(copy, content):
+    [place] = (copy / "4" / "data").glob("process*.json")
+    place.write_text(content, encoding="latin-1")
+    assert restored(copy) == 2
 
 
 def test_data_in_memory_needs_no_place(tmp_path):
