@@ -1,11 +1,20 @@
-"""Print pip constraints that pin every dependency to its lower bound."""
+"""Print pip constraints that pin every dependency to its lower bound.
+
+With the argument `library`, those of the library alone: an extra may want a newer version.
+"""
 
 import pathlib
+import re
+import sys
 import tomllib
 
 project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())
 project = project["project"]
-extras = [r for name in ("examples", "hf", "test") for r in project["optional-dependencies"][name]]
-for requirement in [*project["dependencies"], *extras]:
-    if ">=" in requirement:
-        print(requirement.replace(">=", "=="))
+requirements = project["dependencies"]
+if sys.argv[1:] != ["library"]:
+    for name in ("examples", "hf", "test"):
+        requirements = [*requirements, *project["optional-dependencies"][name]]
+# An extra comes after the library; its bound is the higher one.
+pins = dict(re.findall(r"^([\w-]+)>=([\w.]+)", "\n".join(requirements), re.M))
+for name, version in pins.items():
+    print(f"{name}=={version}")

@@ -3,17 +3,23 @@
 Joo et al., "On Surprising Effectiveness of Masking Updates in Adaptive Optimizers", 2026.
 """
 
-from magma_optax._blocks import stacked
-from magma_optax._magma import magma
-from magma_optax._predicates import attention, attention_and_mlp, mlp
-from magma_optax._skip_update import skip_update
-from magma_optax._state import MagmaState, summarize
-from magma_optax._with_magma import with_magma
+from magma_optax._blocks.cutting import stacked
+from magma_optax._blocks.predicates import attention, attention_and_mlp, mlp
+from magma_optax._doors.describe import Masking, describe_masking
+from magma_optax._doors.magma import magma
+from magma_optax._doors.skip_update import skip_update
+from magma_optax._doors.summary import summarize
+from magma_optax._doors.with_magma import with_magma
+from magma_optax._step.algorithm import Score
+from magma_optax._step.state import MagmaState
 
 __all__ = [
     "MagmaState",
+    "Masking",
+    "Score",
     "attention",
     "attention_and_mlp",
+    "describe_masking",
     "magma",
     "mlp",
     "skip_update",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from magma_optax import magma, skip_update, stacked
 
@@ -331,27 +332,13 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-class Box:
-    """A variable that holds an array as `value`, as those of Flax do."""
-
-    def __init__(self, value):
-        self.value = value
-
-
-jax.tree_util.register_pytree_with_keys(
-    Box,
-    lambda box: ([(jax.tree_util.GetAttrKey("value"), box.value)], None),
-    lambda _, leaves: Box(*leaves),
-)
-
-
 CONTAINERS = {
     "dataclass": lambda tree: tree | {"layers": [Layer(**layer) for layer in tree["layers"]]},
     "named tuple": lambda tree: tree | {"layers": tuple(NamedLayer(**x) for x in tree["layers"])},
     "mapping": lambda tree: FrozenMapping(tree | {"layers_0": FrozenMapping(tree["layers_0"])}),
     "list as dict": lambda tree: tree | {"layers": dict(enumerate(tree["layers"]))},
     "list as named dict": lambda t: t | {"layers": {str(n): x for n, x in enumerate(t["layers"])}},
-    "box": lambda tree: jax.tree.map(Box, tree),
+    "box": lambda tree: jax.tree.map(nnx.Param, tree),
 }
 
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from magma_optax import magma, skip_update, with_magma
+from magma_optax._blocks import paths
 
 FORMS = {
     "adam": optax.with_extra_args_support(optax.adam(1e-3)),
@@ -67,3 +68,26 @@ def test_every_buffer_of_the_state_is_updated_in_place(name):
     given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
     assert given >= 9 * 4 * 48 * 40  # parameters and two moments, three leaves each
     assert lowered.compile().memory_analysis().alias_size_in_bytes == given
+
+
+@pytest.mark.parametrize("name", ["magma", "with_magma", "skip_update"])
+def test_an_update_names_each_tree_once(name, monkeypatch):
+    """Naming walks every leaf in Python: the cost of an update outside jit."""
+    made = {
+        "magma": lambda: magma(),
+        "with_magma": lambda: with_magma(optax.rmsprop(0.1)),
+        "skip_update": lambda: skip_update(),
+    }
+    tx, params, grads = made[name](), {"w": jnp.ones((2, 3))}, {"w": jnp.ones((2, 3))}
+    state = tx.init(params)
+    _, state = tx.update(grads, state, params, grad=grads)  # Reads the base, once.
+    named, name_once = [], paths.NamedTree.__init__
+
+    def name_and_count(self, tree):
+        named.append(tree)
+        name_once(self, tree)
+
+    monkeypatch.setattr(paths.NamedTree, "__init__", name_and_count)
+    tx.update({"w": 2 * grads["w"]}, state, params, grad=grads)
+    assert 3 <= len(named) <= 5
+    assert len({id(tree) for tree in named}) == len(named)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from magma_optax import attention_and_mlp, magma, with_magma
-from magma_optax._first_moment import FirstMoments
+from magma_optax._moments.base import FirstMoments, leaves_by_place
 
 PARAMS = {"b": jnp.linspace(-1.0, 1.0, 6), "w": jnp.linspace(-1.0, 1.0, 24).reshape(4, 6)}
 
@@ -107,11 +107,8 @@ def test_every_alias_scores_as_an_ema_of_the_raw_gradient(name):
     found = find_emas(base, state)
     own = with_magma(base).init(PARAMS).magma.momentum
     if name in REUSED:
-        paths = [key for key, _ in jax.tree_util.tree_leaves_with_path(state)]
-        fields = {
-            key.name for ema in found.values() for key in paths[ema.place] if hasattr(key, "name")
-        }
-        assert found.keys() == PARAMS.keys() and REUSED[name] in fields
+        assert found.keys() == PARAMS.keys()
+        assert all(f".{REUSED[name]}[" in ema.place for ema in found.values())
         assert not jax.tree.leaves(own), "no buffer beside the base's"
     elif name == "galore":  # vectors go to a plain Adam within it; matrices to a projected one
         assert found.keys() == {"b"} and jax.tree.leaves(own)[0].shape == PARAMS["w"].shape
@@ -130,7 +127,7 @@ def decay_of(base, state, found, path):
     ones = jax.tree.map(lambda x: jnp.ones_like(x) if x.ndim else x, state)
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     _, after = optax.with_extra_args_support(base).update(zeros, ones, PARAMS)
-    return float(jax.tree.leaves(after)[found[path].place].ravel()[0])
+    return float(leaves_by_place(after)[found[path].place].ravel()[0])
 
 
 @pytest.mark.parametrize(
@@ -141,10 +138,9 @@ def decay_of(base, state, found, path):
         optax.chain(optax.scale_by_rms(), optax.trace(0.9)),
         optax.chain(optax.add_decayed_weights(0.1), optax.adam(1e-2)),  # of g + 0.1 w
         optax.chain(optax.zero_nans(), optax.adam(1e-2)),
-        optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
         optax.contrib.schedule_free_adamw(1e-2),
     ],
-    ids=["b1=0", "laprop", "trace", "weight decay", "zero_nans", "MultiSteps", "schedule_free"],
+    ids=["b1=0", "laprop", "trace", "weight decay", "zero_nans", "schedule_free"],
 )
 def test_what_is_no_ema_of_the_raw_gradient_is_not_reused(base):
     assert not find_emas(base, base.init(PARAMS))

@@ -22,8 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from sharded import P, make_mesh, state_specs
 
-from magma_optax import _adam_kernels, skip_update, stacked, with_magma
-from magma_optax.fused import fused_adam
+from magma_optax import skip_update, stacked, with_magma
+from magma_optax.experimental import _adam_kernels
+from magma_optax.experimental.fused import fused_adam
 
 # From jax 0.11 on, when a kernel is lowered.
 pytestmark = pytest.mark.filterwarnings(

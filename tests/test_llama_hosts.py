@@ -1,5 +1,6 @@
 """The Llama trainer on several hosts: real processes that talk over loopback."""
 
+import json
 import os
 import re
 import signal
@@ -183,3 +184,53 @@ def test_a_wrong_address_is_one_line(tmp_path):
     # Grain logs, as it is imported, that an old jaxlib lacks a profiler.
     said = [line for line in wrong.stderr.splitlines() if not line.startswith("WARNING:absl:Grain")]
     assert said == ["error: argument --distributed: host 2 of 2: numbers start at 0"]
+
+
+def test_where_one_host_refuses_all_stop_with_its_sentence(corpus, tmp_path):
+    address = f"127.0.0.1:{free_port()},2"
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_ENABLE_COMPILATION_CACHE": "False",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
+
+    def host(number):
+        script = [sys.executable, str(ROOT / "tests" / "llama_refusals.py")]
+        return subprocess.Popen(
+            [*script, f"{address},{number}", str(number), str(tmp_path), str(corpus)],
+            cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    statuses, printed = finish([host(number) for number in range(2)])
+    assert statuses == [0, 0], printed
+    told = [
+        {name: (status, lines) for name, status, lines in map(json.loads, replies(out))}
+        for out, _ in printed
+    ]
+    run = tmp_path / "run"
+    refusals = {
+        "option": "host 1 of 2: argument --steps: 'many' is not a whole number",
+        "settings": "the hosts differ: learning_rate None on host 0, 0.5 on host 1; start all "
+        "with the same options and data",
+        "data": "host 1 of 2: nowhere.txt: no such file or folder",
+        "digest": "the hosts differ: data digest '",
+        "folder": f"host 1 of 2: --out {tmp_path}/own-1 is not the folder that host 0 sees",
+        "resume": f"{run} holds no run to go on with",
+        "unread": "host 1 of 2: [Errno 13] Permission denied",
+        "records": "host 0 of 2: [Errno 13] Permission denied",
+        "shorter": f"--steps 3 is less than the 4 that the run in {run} has done",
+    }
+    for name, message in refusals.items():
+        (status, [line]), other = told[0][name], told[1][name]
+        assert (status, [line]) == (2, [line]) == other
+        assert line.startswith(f"error: {message}"), line
+    assert told[0]["whole"] == told[1]["whole"] == (0, [])
+    assert told[0]["damaged"] == told[1]["damaged"] == (0, [])  # both went on from step 2
+    assert (tmp_path / "damaged-checkpoints").exists() is False
+    assert (run / "damaged-checkpoints" / "4").is_dir()
+    assert told[0]["ctrl-c"] == (128 + signal.SIGTERM, [])  # host 0 was told by host 1
+    assert told[1]["ctrl-c"] == (128 + signal.SIGINT, [])
+
+
+def replies(out):
+    return [line for line in out.splitlines() if line.startswith('["')]

@@ -109,7 +109,7 @@ def test_scanned_layers_have_a_coin_and_a_score_each(gradients, masking):
         else:
             assert np.any(np.asarray(leaf) != 0)
     if masking == "magma":
-        scores = optax.tree.get(state, "alignment")
+        scores = by_path(optax.tree.get(state, "alignment"))
         assert {path: score.shape for path, score in scores.items()} == dict.fromkeys(kept, (3,))
         assert len(np.unique(scores["layers/mlp/up_proj/kernel"])) == 3
 

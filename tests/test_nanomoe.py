@@ -400,7 +400,7 @@ def test_experts_have_coins_and_scores_of_their_own_if_asked(name, apart):
     tx = assemble(settings(name=name, weight_decay=0.1), blocks, train.matrices)
     mixed = False
     for updates, state in steps(tx, params):
-        scores = optax.tree.get(state, "alignment")
+        scores = by_path(optax.tree.get(state, "alignment"))
         for path, leaf in updates.items():
             moved = np.asarray(leaf) != 0
             if path not in MASKED:  # router, norms, wte and wpe are never masked

@@ -192,6 +192,11 @@ def test_records_of_other_tasks_dont_count():
     assert select([ours, theirs, record("a", 0.1, 1.0)], TASK.settings()) == [ours]
 
 
+def test_a_recorded_run_counts_however_often_it_was_validated():
+    often = dataclasses.replace(TASK, validations=9).settings()
+    assert often == TASK.settings() and "validations" not in often
+
+
 def test_the_task_is_recorded_without_the_folders_above_the_data():
     settings = dataclasses.replace(TASK, data="/some/where/corpus").settings()
     assert settings["data"] == "corpus"
@@ -395,6 +400,32 @@ def test_a_run_learns_and_compiles_once_for_all_rates_and_seeds(trainer, name):
     assert not first["diverged"] and first["steps"] == 20
 
 
+def test_validation_along_a_run_shows_it_and_changes_nothing(trainer, monkeypatch):
+    monkeypatch.setattr(llama_run, "CHUNK", 2)
+    name, arm, key = "adam+magma", ARMS["adam+magma"], jnp.uint32(0)
+    watched = Trainer(dataclasses.replace(trainer.task, validations=4)).run(name, arm, 4e-3, 0)
+    once = Trainer(trainer.task)
+    plain = once.run(name, arm, 4e-3, 0)
+    for result in ("curve", "valid_loss", "alignment"):
+        assert watched[result] == plain[result]
+    steps, losses = zip(*watched["valid_curve"], strict=True)
+    assert steps == (4, 10, 16, 20)
+    assert plain["valid_curve"] == [[20, losses[-1]]] == [[20, round(plain["valid_loss"], 4)]]
+    # What step 4 shows is the loss of parameters that have had four steps.
+    rate, params, batches = jnp.float32(4e-3), once.initial(0), llama_run.chunks(once.data(0), 2)
+    init, train = once._compiled[name]
+    state = init(params, rate, key)
+    for _ in range(2):
+        params, state, _ = train(params, state, next(batches), rate, key)
+    assert losses[0] == round(float(once.evaluate(params, once.valid)), 4)
+
+
+def test_validations_are_evenly_spaced_and_no_more_than_there_are_dispatches():
+    assert llama_run.evenly(60, 20) == set(range(3, 60, 3))
+    assert llama_run.evenly(3, 50) == {1, 2}
+    assert llama_run.evenly(60, 1) == llama_run.evenly(1, 50) == set()
+
+
 def test_a_diverged_run_stops_early_and_is_written(trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(llama_run, "CHUNK", 5)
     fresh = Trainer(dataclasses.replace(trainer.task, steps=50))
@@ -402,6 +433,7 @@ def test_a_diverged_run_stops_early_and_is_written(trainer, tmp_path, monkeypatc
     assert results["diverged"] and results["steps"] < 50
     written = records.append(tmp_path / "r.jsonl", {"arm": "adam"}, results, "cpu")
     assert written["results"]["valid_loss"] == "inf"
+    assert written["results"]["valid_curve"] == [[results["steps"], "inf"]]
     assert written["provenance"]["device"] == "cpu"
 
 

@@ -30,8 +30,10 @@ def test_readme_has_two_commands():
 
 def test_file_tree_is_true():
     (tree,) = [b for b in blocks("README.md", "") if "magma_optax/" in b]
-    named = set(re.findall(r"\b_\w+\.py", tree))
-    assert named == {f.name for f in (ROOT / "magma_optax").glob("_*.py")} - {"__init__.py"}
+    library = tree.split("examples/")[0]
+    named = re.findall(r"\b\w+\.py", library)
+    files = [f.name for f in (ROOT / "magma_optax").glob("_*/*.py") if f.name != "__init__.py"]
+    assert sorted(named) == sorted([*files, "fused.py"])
     for path in re.findall(r"^\w[\w/]*(?:\.py|/)", tree, re.M):
         assert (ROOT / path).exists(), path
 

@@ -93,7 +93,7 @@ def test_experts_keep_their_own_coins_and_scores(check_vma):
     assert_same_run(run, alone(whole, [only(g, ["moe"]) for g in GRADS], only(PARAMS, ["moe"])))
     coins = np.array([(u["moe"]["experts"] != 0).any((1, 2)) for u in run[0]])
     assert not (coins[:, :4] == coins[:, 4:]).all(), "both devices would toss the same coins"
-    assert len(np.unique(run[1].magma.alignment["moe/experts"])) == 8
+    assert len(np.unique(run[1].magma.alignment["moe"]["experts"])) == 8
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -132,7 +132,7 @@ def test_experts_beside_other_leaves_by_partition(check_vma):
     tx = build(BOTH, "fsdp")
     states = state_specs(tx, PARAMS, SPECS)
     experts = states.inner_states["experts"]
-    magma_state = experts.inner_state.magma._replace(alignment={"moe/experts": P("fsdp")})
+    magma_state = experts.inner_state.magma._replace(alignment={"moe": {"experts": P("fsdp")}})
     experts = experts._replace(inner_state=experts.inner_state._replace(magma=magma_state))
     states = states._replace(inner_states={**states.inner_states, "experts": experts})
     run = sharded_run(tx, make_mesh(), SPECS, states=states, check_vma=check_vma)

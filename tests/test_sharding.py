@@ -118,14 +118,13 @@ def test_scores_that_a_user_shards_stay_sharded_in_explicit_mode():
         with_magma(optax.adam(1e-2), blocks=stacked(0), where=matrices),
         make_mesh("Explicit"),
     )
-    expert = "moe/experts"
     with jax.set_mesh(mesh):
         params = jax.device_put(PARAMS, shardings(mesh, SPECS))
         state = jax.jit(tx.init)(params)
         scores = state.magma.alignment
-        scores[expert] = jax.sharding.reshard(scores[expert], P("fsdp"))
+        scores["moe"]["experts"] = jax.sharding.reshard(scores["moe"]["experts"], P("fsdp"))
         updates, state = run(jax.jit(updater(tx)), state, params, GRADS)
-    assert state.magma.alignment[expert].sharding.spec == P("fsdp")
+    assert state.magma.alignment["moe"]["experts"].sharding.spec == P("fsdp")
     assert_same_run((updates, state), expected("with_magma(adam)-stacked"))
 
 

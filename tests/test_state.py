@@ -43,8 +43,8 @@ def test_fields():
     assert state._fields == ("step", "key", "alignment", "momentum")
     chex.assert_trees_all_equal(state.step, jnp.int32(0))
     chex.assert_trees_all_equal(state.key, jnp.array([0, 7], jnp.uint32))
-    up = {f"layers/{n}/mlp/up": jnp.full(4, 0.5) for n in range(2)}
-    chex.assert_trees_all_equal(state.alignment, up)
+    up = {str(n): {"mlp": {"up": jnp.full(4, 0.5)}} for n in range(2)}
+    chex.assert_trees_all_equal(state.alignment, {"layers": up})
     momentum = jax.tree.map(jnp.zeros_like, PARAMS)
     for layer in momentum["layers"]:
         layer["mlp"]["bias"] = optax.MaskedNode()
@@ -179,10 +179,27 @@ def test_copies_through_pickle_and_numpy_continue_bit_for_bit(tx):
         chex.assert_trees_all_equal(tx.update(GRADS, copy, PARAMS, grad=GRADS), expected)
 
 
-def test_step_stays_at_the_largest_int():
-    tx = skip_update()
-    state = tx.init(PARAMS)._replace(step=jnp.int32(np.iinfo(np.int32).max))
-    assert tx.update(GRADS, state)[1].step == np.iinfo(np.int32).max
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_after_the_largest_step_coins_go_on_and_schedules_stay(wrap):
+    """Not one pattern of coins for ever; and no schedule meets a negative step."""
+    largest, rows = np.iinfo(np.int32).max, {"w": jnp.ones((200, 2))}
+    seen = []
+
+    def schedule(step):
+        seen.append(step)
+        return jnp.where(step < 0, 1.0, 0.5)
+
+    tx = skip_update(schedule, blocks="row")
+    update = wrap(tx.update)
+    for step in (largest - 1, np.int32(largest - 1)):  # A restored state may hold NumPy's.
+        state = tx.init(rows)._replace(step=jnp.int32(step))
+        coins = []
+        for _ in range(4):
+            updates, state = update(rows, state)
+            coins.append(np.asarray(updates["w"][:, 0] > 0))
+        assert state.step.dtype == jnp.int32 and state.step == -(2**31) + 2
+        assert len(np.unique(coins, axis=0)) == 4
+        assert all(60 < coin.sum() < 140 for coin in coins)
 
 
 class TestSummarize:
@@ -224,7 +241,19 @@ class TestSummarize:
         state = jax.eval_shape(magma(blocks="element").init, params)
         assert jax.eval_shape(summarize, state)["num_blocks"].dtype == jnp.int32
 
+    @pytest.mark.filterwarnings("ignore:summarize found no scores")
     def test_is_empty_without_scores(self):
         assert summarize(skip_update().init(PARAMS)) == {}
         assert summarize(optax.adam(1e-2).init(PARAMS)) == {}
         assert "skip_update" in summarize.__doc__
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_jitted_steps_transfer_nothing_implicitly(name):
+    """As with JAX_TRANSFER_GUARD=disallow; outside jit Optax's own Adam transfers numbers."""
+    tx = optax.with_extra_args_support(TRANSFORMATIONS[name])
+    params, grads = jax.device_put((PARAMS, GRADS))
+    with jax.transfer_guard("disallow"):
+        state = jax.jit(tx.init)(params)
+        jax.jit(lambda g, s, p: tx.update(g, s, p, grad=g))(grads, state, params)
+        jax.jit(tx.init)(params)

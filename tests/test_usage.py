@@ -70,7 +70,7 @@ def test_estimated_alignment_follows_the_exact_one(optimizer, base, least):
             grads = jax.grad(loss)(params, inputs)
             _, true = exact.update(grads, true, params)
             updates, state = tx.update(grads, state, params)
-            scores = [s.alignment["dense/kernel"] for s in (state[1], true.magma)]
+            scores = [s.alignment["dense"]["kernel"] for s in (state[1], true.magma)]
             return (optax.apply_updates(params, updates), state, true), scores
 
         carry, pairs = (PARAMS, tx.init(PARAMS), exact.init(PARAMS)), []

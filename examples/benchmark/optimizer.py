@@ -7,6 +7,11 @@ Every number is a ratio to the bare base in the same process; arms take turns, a
 several rounds counts. Prints Markdown tables and appends each row to `--out` as a line of JSON.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import dataclasses
 import functools
@@ -25,13 +30,14 @@ from examples.benchmark.peers import rollfast_arms, torch_times
 from examples.benchmark.timing import Arm, compile_step, in_turns
 from examples.llama import sharding
 from examples.llama.config import PRESETS
+from examples.llama.console import say
 from examples.llama.optimizers import direction
-from examples.llama.options import Parser, whole
+from examples.llama.options import Parser, local_path, whole
 from examples.llama.train import abstract_model, make_functions
 from examples.paper.baselines.matrices import select
 from examples.paper.records import append
 from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
-from magma_optax.fused import FusedAdam, fused_adam
+from magma_optax.experimental.fused import FusedAdam, fused_adam
 
 PARTS = ("step", "train", "compile", "state", "peers")
 TREES = ("matrices", *PRESETS)
@@ -320,7 +326,7 @@ def parser() -> Parser:
     add("--leaves", nargs="+", type=count, default=LEAVES, help="of the trees for compile times")
     add("--rounds", type=count, default=5, help="turns of each arm (%(default)s)")
     add("--steps", type=count, default=10, help="steps a turn (%(default)s)")
-    add("--out", type=Path, default=OUT, help="JSON lines (beside this file)")
+    add("--out", type=local_path, default=OUT, help="JSON lines (beside this file)")
     return parser
 
 
@@ -329,12 +335,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if args.parts != ["train"]:
         jax.config.update("jax_enable_compilation_cache", False)  # compile times are to be real
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, optax {optax.__version__}")
+    say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, optax {optax.__version__}")
     for part in args.parts:
         for number, row in enumerate(ROWS[part](args)):
             if number == 0:
-                print(f"\n{part}\n\n| {' | '.join(row)} |\n|{' --- |' * len(row)}")
-            print(markdown(row), flush=True)
+                say(f"\n{part}\n\n| {' | '.join(row)} |\n|{' --- |' * len(row)}")
+            say(markdown(row))
             form = list(row).index("form")  # what comes after it was measured
             settings = dict(list(row.items())[: form + 1])
             results = {name: digits(value) for name, value in list(row.items())[form + 1 :]}

@@ -3,23 +3,36 @@
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
+
+from examples.llama.paths import by_path
 
 FILE = "metrics.jsonl"
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Reads the records of a run; a last line cut short by a kill is left out."""
-    lines = (folder / FILE).read_text().split("\n")[:-1]  # what follows the last newline is torn
-    return [json.loads(line) for line in lines]
+    """Reads the records of a run; lines that a kill or a power cut has torn are left out."""
+    found = []
+    for line in (folder / FILE).read_bytes().split(b"\n")[:-1]:  # after the last one it is torn
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            found.append(record)
+    return found
+
+
+def valid_loss(folder: Path, step: int) -> float | None:
+    """Returns the validation loss on record after `step`, if there is one."""
+    losses = [record.get("valid_loss") for record in read(folder) if record["step"] == step]
+    return losses[-1] if losses else None
 
 
 class Metrics:
@@ -70,18 +83,18 @@ class Metrics:
             self._events.close()
 
 
-def by_layer(alignment: Mapping[str, ArrayLike]) -> dict[str, list[float]]:
+def by_layer(alignment: Any) -> dict[str, list[float]]:
     """Arranges scores by matrix and layer, alike for separate and for stacked layers.
 
     Args:
-        alignment: Scores by path: ``layers/3/mlp/up_proj/kernel`` with one score, or
-            ``layers/mlp/up_proj/kernel`` with one for each layer.
+        alignment: Scores at paths such as ``layers/3/mlp/up_proj/kernel`` with one score, or
+            ``layers/mlp/up_proj/kernel`` with one for each layer; nested or in a flat dictionary.
 
     Returns:
         For ``mlp/up_proj/kernel`` and so on, the scores of layers 0 to L - 1, to four digits.
     """
     scores: dict[str, dict[int, float]] = {}
-    for path, score in alignment.items():
+    for path, score in by_path(alignment).items():
         index, matrix = path.removeprefix("layers/").split("/", 1)
         if index.isdigit():
             scores.setdefault(matrix, {})[int(index)] = round(float(score), 4)

@@ -8,7 +8,8 @@ import jax
 import optax
 import optax.contrib
 
-from magma_optax import attention_and_mlp, skip_update, stacked, with_magma
+from examples.llama.paths import path_string
+from magma_optax import attention_and_mlp, describe_masking, skip_update, stacked, with_magma
 
 # Peak learning rates: for the base as it is, and under Magma. Magma scales the attention and MLP
 # updates by about 0.28 on average and wants about three times the rate. Adam's pair was measured:
@@ -56,11 +57,6 @@ class OptimizerConfig:
     survival_prob: float | str = 0.5
     temperature: float = 2.0
     mask_key: int = 0
-
-
-def path_string(path: tuple[Any, ...]) -> str:
-    """Writes a tree path as ``layers/0/mlp/up_proj/kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def decays(params: optax.Params) -> optax.Params:
@@ -138,7 +134,34 @@ def build(config: OptimizerConfig, scan_layers: bool) -> optax.GradientTransform
     Raises:
         ValueError: For values that optax or magma_optax refuse.
     """
-    return assemble(config, stacked(0) if scan_layers else "leaf", decays)
+    return assemble(config, layer_blocks(scan_layers), decays)
+
+
+def layer_blocks(scan_layers: bool) -> str | Callable:
+    """Returns how the Llama's parameters are cut into blocks: one per matrix and layer."""
+    return stacked(0) if scan_layers else "leaf"
+
+
+def describe(config: OptimizerConfig, blocks: str | Callable, params: optax.Params) -> str:
+    """Says in two lines which optimizer it is, at which rate, and what is masked.
+
+    Args:
+        config: What is built.
+        blocks: How magma_optax cuts parameters into blocks.
+        params: The parameters, or their `jax.ShapeDtypeStruct`.
+    """
+    name = {"none": "", "magma": " with Magma", "skip": " with SkipUpdate"}[config.masking]
+    plain, magma = LEARNING_RATES[config.name]
+    rate = f"{config.learning_rate:g}"
+    if config.masking == "magma" and config.learning_rate == magma != plain:
+        rate += f" (the default with --magma; {plain:g} without)"
+    masked = "masked: nothing"
+    if config.masking != "none":
+        masked = describe_masking(params, where=attention_and_mlp, blocks=blocks).summary
+    return (
+        f"{config.name}{name}, peak learning rate {rate}: {config.warmup} steps of linear "
+        f"warm-up, then a cosine to a tenth at step {config.steps}\n{masked}"
+    )
 
 
 def assemble(

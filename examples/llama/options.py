@@ -3,7 +3,8 @@
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,8 +14,12 @@ from examples.llama.config import PRESETS, RECIPES
 from examples.llama.optimizers import LEARNING_RATES
 from examples.llama.sharding import AXES
 
-# These may change when a run goes on: they don't touch the parameters, beyond rounding.
+# These may change when a run goes on: they don't touch the parameters, beyond rounding. Which data
+# it is, its digest says, not its path.
 FREE_SETTINGS = {
+    "data",
+    "tokenizer",
+    "attention",
     "out",
     "resume",
     "mesh",
@@ -42,9 +47,31 @@ class Parser(argparse.ArgumentParser):
         """Takes what `argparse.ArgumentParser` takes."""
         super().__init__(allow_abbrev=False, **options)
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parses as `argparse` does; prints what is wrong and exits with status 2."""
+        try:
+            return self.parse(args)
+        except SettingsError as error:
+            self.exit(2, f"error: {error}\n")
+
+    def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parses `args`.
+
+        Raises:
+            SettingsError: If an option is wrong.
+        """
+        return super().parse_args(args)
+
     def error(self, message: str) -> NoReturn:
-        """Prints the message and exits with status 2."""
-        self.exit(2, f"error: {message}\n")
+        """Raises SettingsError for a wrong option."""
+        raise SettingsError(message)
+
+    def refuse_idle(self, args: argparse.Namespace, beside: str, *names: str) -> None:
+        """Exits with status 2 for an option that was given and does nothing beside another."""
+        for name in names:
+            if getattr(args, name) != self.get_default(name):
+                option = f"--{name.replace('_', '-')}"
+                self.exit(2, f"error: {option} does nothing {beside}; leave it out\n")
 
 
 def number(
@@ -81,6 +108,18 @@ def seconds(text: str) -> float:
 def probability(text: str) -> float | str:
     """Parses a survival probability, which may be ``alignment``."""
     return text if text == "alignment" else number(0.0, above=True)(text)
+
+
+def local_path(text: str) -> Path:
+    """Parses a path of the file system."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is an address; only local folders can be written, so give one, or mount "
+            "the bucket and give its mount point"
+        )
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+    return Path(text)
 
 
 def mesh(text: str) -> dict[str, int]:
@@ -131,18 +170,18 @@ def parser() -> Parser:
     add("--optimizer", choices=LEARNING_RATES, default="adam", help="the base (%(default)s)")
     add("--magma", action="store_true", help="apply Magma to attention and MLP matrices")
     add("--skip-update", action="store_true", help="apply SkipUpdate to them")
-    add("--survival-prob", type=probability, default=0.5, help="or 'alignment' (%(default)s)")
-    add("--temperature", type=positive, default=2.0, help="Magma's (%(default)s)")
+    add("--survival-prob", type=probability, help="of a masked block, or 'alignment' (0.5)")
+    add("--temperature", type=positive, help="Magma's (2.0)")
     add("--mask-key", type=seed, help="seed of the coins (--seed)")
     add("--learning-rate", type=positive, help="peak (by optimizer; only Adam's was tuned)")
-    add("--steps", type=count, help="steps to train (by preset)")
+    add("--steps", type=count, help="steps to train (by preset); more with --resume extend a run")
     add("--warmup", type=whole(0), help="steps of linear warm-up (a tenth of --steps)")
     add("--weight-decay", type=number(0.0), help="decoupled (0.1 for adamw, else 0)")
     add("--clip", type=number(0.0), default=0.0, help="largest gradient norm; 0: any (%(default)s)")
     add("--seed", type=seed, default=0, help="of parameters and data order (%(default)s)")
 
     add = parser.add_argument_group("run").add_argument
-    add("--out", type=Path, help="folder of the run (a fresh one under runs/)")
+    add("--out", type=local_path, help="folder of the run (a fresh one under runs/)")
     add("--resume", action="store_true", help="go on with the run in --out")
     add("--checkpoint-every", type=count, default=100, help="steps (%(default)s)")
     add("--eval-every", type=count, default=100, help="steps (%(default)s)")
@@ -155,6 +194,12 @@ def parser() -> Parser:
     add("--mesh", type=mesh, default={}, help="data=2,fsdp=2,tensor=1 (all devices on data)")
     add("--mesh-axes", choices=["auto", "explicit"], default="auto", help="type (%(default)s)")
     add("--accumulate", type=count, default=1, help="micro-batches a batch (%(default)s)")
+    add_host_options(add)
+    return parser
+
+
+def add_host_options(add: Callable[..., Any]) -> None:
+    """Adds what says which hosts there are."""
     add(
         "--distributed",
         type=hosts,
@@ -163,34 +208,54 @@ def parser() -> Parser:
         metavar="ADDRESS:PORT,COUNT,NUMBER",
         help="one process a host; without a value, as the cluster's environment says",
     )
-    add("--host-timeout", type=count, default=100, help="seconds; then a silent host is lost")
-    return parser
+    add("--host-timeout", type=whole(1), default=100, help="seconds; then a silent host is lost")
 
 
-def resolve(args: argparse.Namespace) -> argparse.Namespace:
+def host_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses these options alone, whatever the others are; without `--distributed` if it can't."""
+    parser = Parser(add_help=False)
+    add_host_options(parser.add_argument)
+    try:
+        return parser.parse_known_args(argv)[0]
+    except SettingsError:
+        return argparse.Namespace(distributed=None)
+
+
+def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> argparse.Namespace:
     """Fills in what depends on other options or on the device.
+
+    Args:
+        args: As parsed.
+        saved: The configuration of the run that goes on. Its length, warm-up and dtype stay where
+            none is given: their defaults depend on the other options or on the device.
 
     Raises:
         SettingsError: For options that don't go together.
     """
     if args.magma and args.skip_update:
         raise SettingsError("--magma and --skip-update exclude each other")
-    if args.survival_prob == "alignment" and not args.magma:
-        raise SettingsError("--survival-prob alignment needs --magma")
+    need(args, args.magma, "--magma", "temperature")
+    if args.survival_prob == "alignment":
+        need(args, args.magma, "--magma", "survival_prob")
+    masked = args.magma or args.skip_update
+    need(args, masked, "--magma or --skip-update", "survival_prob", "mask_key")
     if args.distributed is not None and args.out is None:
         raise SettingsError("--distributed needs --out, one folder that all hosts see")
     if args.resume and args.out is None:
         raise SettingsError("--resume needs --out, the folder of the run to go on with")
 
+    for name in ("steps", "warmup", "dtype"):
+        default(args, name, (saved or {}).get(name))
     for name, value in dataclasses.asdict(RECIPES[args.preset]).items():
         default(args, name, value)
     default(args, "warmup", args.steps // 10)
     default(args, "learning_rate", LEARNING_RATES[args.optimizer][args.magma])
     default(args, "weight_decay", 0.1 if args.optimizer == "adamw" else 0.0)
+    default(args, "survival_prob", 0.5)
+    default(args, "temperature", 2.0)
     default(args, "mask_key", args.seed)
-    platform = jax.default_backend()
-    default(args, "dtype", "float32" if platform == "cpu" else "bfloat16")
-    flash = platform == "gpu" and args.dtype == "bfloat16"
+    default(args, "dtype", "float32" if platform() == "cpu" else "bfloat16")
+    flash = platform() == "gpu" and args.dtype == "bfloat16"
     default(args, "attention", "cudnn" if flash else "xla")
 
     if args.warmup >= args.steps:
@@ -207,7 +272,7 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
             f"--accumulate {args.accumulate} does not cut --batch-size {args.batch_size} "
             f"into multiples of {rows} rows (data times fsdp)"
         )
-    if args.attention == "cudnn" and (platform, args.dtype) != ("gpu", "bfloat16"):
+    if args.attention == "cudnn" and (platform(), args.dtype) != ("gpu", "bfloat16"):
         raise SettingsError("--attention cudnn needs a GPU and --dtype bfloat16")
     return args
 
@@ -226,6 +291,30 @@ def whole_mesh(sizes: dict[str, int], devices: int) -> dict[str, int]:
     return full
 
 
+def platform() -> str:
+    """Returns what kind of device JAX uses.
+
+    Raises:
+        SettingsError: If it finds none.
+    """
+    try:
+        return jax.default_backend()
+    except RuntimeError as error:
+        raise SettingsError(f"JAX finds no device: {error}") from None
+
+
+def need(args: argparse.Namespace, met: bool, partner: str, *names: str) -> None:
+    """Refuses options that do nothing without their partner.
+
+    Raises:
+        SettingsError: If one of `names` was given and the partner is not `met`.
+    """
+    for name in names:
+        if not met and getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise SettingsError(f"{option} needs {partner}, and does nothing without; add it")
+
+
 def default(args: argparse.Namespace, name: str, value: Any) -> None:
     """Sets an option that was not given."""
     if getattr(args, name) is None:
@@ -235,6 +324,13 @@ def default(args: argparse.Namespace, name: str, value: Any) -> None:
 def masking(args: argparse.Namespace) -> str:
     """Returns what is done to the attention and MLP updates."""
     return "magma" if args.magma else "skip" if args.skip_update else "none"
+
+
+def jsonable(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns all options, ready for JSON."""
+    return {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+    }
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:

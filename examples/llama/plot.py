@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from examples.llama import metrics
+from examples.llama.figure import Axes, Figure, colormaps
 
 LOSSES = [("loss", "training", "-"), ("valid_loss", "validation", "o-")]
 
@@ -54,7 +52,7 @@ def draw_alignment(axes: Axes, records: list[dict]) -> None:
     layers = np.array(
         [np.mean(list(record["alignment"].values()), axis=0) for record in records]
     )  # (times, L)
-    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, layers.shape[1]))
+    colors = colormaps["viridis"](np.linspace(0, 0.9, layers.shape[1]))
     for layer, color in enumerate(colors):
         axes.plot(steps, layers[:, layer], color=color, label=f"layer {layer}")
     axes.set(xlabel="step", ylabel="alignment score s")

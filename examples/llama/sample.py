@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+from jax.typing import ArrayLike
 
 
 @partial(jax.jit, static_argnames=("graphdef", "length"))
@@ -17,7 +18,7 @@ def sample(
     key: Array,
     *,
     length: int,
-    temperature: float = 0.8,
+    temperature: ArrayLike = 0.8,
 ) -> Array:
     """Continues prompts.
 
@@ -42,6 +43,6 @@ def sample(
         model = nnx.merge(graphdef, params)  # NNX wants it made where it is used
         logits = model(tokens)[:, position - 1].astype(jnp.float32)  # (B, V)
         chosen = jax.random.categorical(jax.random.fold_in(key, position), logits / temperature)
-        return tokens.at[:, position].set(chosen)
+        return tokens.at[:, position].set(chosen.astype(tokens.dtype))
 
     return jax.lax.fori_loop(start, length, extend, tokens)

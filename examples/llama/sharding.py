@@ -148,15 +148,16 @@ def state_shardings(
         return sharding if leaf.shape == param.shape else replicated
 
     state = jax.eval_shape(tx.init, params)
-    mapped = optax.tree.map_params(
-        tx,
-        like_parameter,
-        state,
-        params,
-        shardings,
-        transform_non_params=lambda _: replicated,
-        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
-    )
+    with jax.transfer_guard("allow"):  # it calls tx.init, whose counters are arrays
+        mapped = optax.tree.map_params(
+            tx,
+            like_parameter,
+            state,
+            params,
+            shardings,
+            transform_non_params=lambda _: replicated,
+            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+        )
     return jax.tree.broadcast(mapped, state)  # the scores' dictionary was one leaf
 
 

@@ -9,13 +9,18 @@ A run that was killed goes on with `--resume` and ends with the same parameters 
 GPUs, with XLA_FLAGS=--xla_gpu_deterministic_ops=true).
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
 import os
-import shlex
 import signal
 import sys
 import time
@@ -32,11 +37,22 @@ from jax import Array
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-from examples.llama import checkpoint, metrics, optimizers, sharding
+from examples.llama import checkpoint, console, hosts, metrics, optimizers, sharding
 from examples.llama.config import PRESETS, LlamaConfig
+from examples.llama.console import print_error, print_warning, printable, say
 from examples.llama.data import Data, DataError, load
+from examples.llama.folder import claim, resume_command, write_settings
+from examples.llama.folder import fresh_folder as fresh_folder
 from examples.llama.model import Llama, cross_entropy
-from examples.llama.options import SettingsError, configuration, masking, parser, resolve
+from examples.llama.options import (
+    SettingsError,
+    configuration,
+    host_options,
+    jsonable,
+    masking,
+    parser,
+    resolve,
+)
 from examples.llama.plot import plot
 from examples.llama.sample import sample
 from magma_optax import summarize
@@ -57,33 +73,36 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         The exit status: 0, or 128 + the signal's number after SIGTERM or SIGINT.
 
     Raises:
-        SettingsError, DataError, checkpoint.ConfigurationError: One-line messages.
+        SettingsError, DataError, checkpoint.ConfigurationError, checkpoint.DamagedError: One-line
+            messages; on several hosts hosts.RefusedError.
         OSError: If the run's folder can't be written.
     """
     primary = jax.process_index() == 0  # the host that writes
-    tx, learning_rate = make_optimizer(args)
-    mesh = sharding.make_mesh(args.mesh, explicit=args.mesh_axes == "explicit")
-    try:
-        share, shares = sharding.reader(mesh, args.batch_size)
-    except ValueError as error:
-        raise SettingsError(f"--mesh: {error}") from None
-    data = load(
-        args.data,
-        seq_len=args.seq_len,
-        batch_size=args.batch_size // shares,
-        seed=args.seed,
-        tokenizer=args.tokenizer,
-        packing=args.packing,
-        process_index=share,
-        process_count=shares,
-    )
+    with hosts.together():
+        tx, learning_rate = make_optimizer(args)
+        mesh = sharding.make_mesh(args.mesh, explicit=args.mesh_axes == "explicit")
+        try:
+            share, shares = sharding.reader(mesh, args.batch_size)
+        except ValueError as error:
+            raise SettingsError(f"--mesh: {error}") from None
+        data = load(
+            args.data,
+            seq_len=args.seq_len,
+            batch_size=args.batch_size // shares,
+            seed=args.seed,
+            tokenizer=args.tokenizer,
+            packing=args.packing,
+            process_index=share,
+            process_count=shares,
+        )
+        valid_batches = sum(1 for _ in data.valid())
+    settings = configuration(args) | {"data digest": data.digest}
+    hosts.require_same(settings)
     config = model_config(args, data.vocab_size)
 
     graphdef, shapes = abstract_model(config, args.seed)
     layout = sharding.make_layout(mesh, config, tx, shapes)
     init, train_step, valid_step = make_functions(config, tx, args.seed, layout)
-
-    valid_batches = sum(1 for _ in data.valid())
 
     def validate(params: optax.Params, limit: int) -> float:
         """Averages the loss over the tokens of `limit` batches, spread over the held-out split."""
@@ -93,11 +112,18 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         nll, count = np.sum(sums, axis=0, dtype=np.float64)
         return float(nll / count)
 
-    folder = claim_folder(args)
-    settings = configuration(args) | {"unigram_entropy": data.unigram_entropy}
+    parts = ["llama", args.preset, args.optimizer, masking(args)]
+    folder = claim(args.out, args.resume, "-".join(part for part in parts if part != "none"))
+    again = resume_command(argv, folder)
+
+    def lost() -> str:
+        """Says what an end at once loses."""
+        kept = max(checkpoint.complete(folder / "checkpoints"), default=0)
+        return f"ended at once; steps after {kept} are lost; go on with: {again}"
+
     with contextlib.ExitStack() as stack:
         # Left in reverse order: signals stay held until the last checkpoint is complete.
-        stop = stack.enter_context(StopSignal())
+        stop = stack.enter_context(interrupts.StopSignal(lost, hosts.several()))
         stack.enter_context(jax.set_mesh(mesh))  # the model looks at it
         stack.enter_context(one_for_all())  # the last checkpoint may fail
         manager = stack.enter_context(checkpoint.open_manager(folder / "checkpoints"))
@@ -108,14 +134,33 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         target = abstract_state(init, layout)
         restored = checkpoint.restore(manager, *target, batches, shares, settings)
         step, params, opt_state = restored or (0, *init())
-        log = stack.enter_context(metrics.Metrics(folder, step)) if primary else None
-        if primary:
-            size = sum(x.size for x in jax.tree.leaves(params))
-            print(f"{args.preset}: {size:,} parameters, {describe(mesh)}")
-            print(data.name)
-            print(f"{folder}: from step {step} to {args.steps}", flush=True)
-        bar = tqdm(total=args.steps, initial=step, unit="step", disable=not primary)
-        stack.enter_context(bar)
+        with hosts.together():
+            if step > args.steps:
+                raise SettingsError(
+                    f"--steps {args.steps} is less than the {step} that the run in {folder} has "
+                    "done; give more"
+                )
+            if args.resume and restored is None and primary:
+                print_warning(f"{folder} holds no checkpoint: the run starts again from step 0")
+            log = stack.enter_context(metrics.Metrics(folder, step)) if primary else None
+            if primary:
+                write_settings(
+                    folder,
+                    "examples.llama.train",
+                    argv,
+                    step,
+                    options=jsonable(args),
+                    data={"name": data.name, "digest": data.digest},
+                    parameters=count(params),
+                )
+                say(f"{args.preset}: {count(params):,} parameters, {describe(mesh)}")
+                say(data.name)
+                say(f"{folder}: from step {step} to {args.steps}")
+                blocks = optimizers.layer_blocks(args.scan_layers)
+                say(optimizers.describe(optimizer_config(args), blocks, shapes))
+                say_changed_schedule(args, folder, step)
+        shown = {"unit": "step", "disable": not primary, "file": console.stderr}
+        bar = stack.enter_context(tqdm(total=args.steps, initial=step, **shown))
 
         seen: list[dict[str, Array]] = []  # on the device until the next record
         start = step
@@ -127,13 +172,13 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
             step += 1
             seen.append(now)
             last = step == args.steps
-            stopping = stop.reached(step) and not last
+            stopping = stop_reached(stop, step) and not last
             saving = last or stopping or step % args.checkpoint_every == 0
             validating = last or step % args.eval_every == 0
 
             if saving or validating or step % args.log_every == 0:
                 record = summary(seen, args.batch_size * args.seq_len, clock)
-                record["learning_rate"] = float(learning_rate(step - 1))
+                record["learning_rate"] = rate_at(learning_rate, step - 1)
                 seen.clear()
                 if validating:
                     limit = valid_batches if last else args.eval_batches
@@ -153,14 +198,19 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
                 break
 
     if step < args.steps:
+        number = stop.number or signal.SIGTERM
         if primary:
-            name = signal.Signals(stop.number or signal.SIGTERM).name
-            print(f"{name}: stopped after step {step}; go on with: {resume_command(argv, folder)}")
-        return 128 + (stop.number or signal.SIGTERM)
+            name = signal.Signals(number).name
+            say(f"{name}: stopped after step {step}; go on with: {again}")
+        return 128 + number
     with jax.set_mesh(mesh):
-        lines = write_samples(args, data, graphdef, params)
+        loss = metrics.valid_loss(folder, step) if primary else None
+        [loss, *_] = map(json.loads, hosts.gather(json.dumps(loss)))
+        if loss is None:  # a run that was made shorter
+            loss = validate(params, valid_batches)
+        lines = write_samples(args, data, graphdef, params, layout)
     if primary:
-        report(folder, data, lines)
+        report(folder, data, loss, lines)
     return 0
 
 
@@ -251,11 +301,9 @@ def abstract_state(init: Callable, layout: sharding.Layout) -> tuple[optax.Param
     )
 
 
-def make_optimizer(
-    args: argparse.Namespace,
-) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
-    """Returns the optimizer and its learning rate as a function of the steps done."""
-    config = optimizers.OptimizerConfig(
+def optimizer_config(args: argparse.Namespace) -> optimizers.OptimizerConfig:
+    """Returns what the options say about the optimizer."""
+    return optimizers.OptimizerConfig(
         name=args.optimizer,
         learning_rate=args.learning_rate,
         steps=args.steps,
@@ -267,10 +315,27 @@ def make_optimizer(
         temperature=args.temperature,
         mask_key=args.mask_key,
     )
+
+
+def make_optimizer(
+    args: argparse.Namespace,
+) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
+    """Returns the optimizer and its learning rate as a function of the steps done."""
+    config = optimizer_config(args)
     try:
         return optimizers.build(config, args.scan_layers), optimizers.schedule(config)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+
+
+def say_changed_schedule(args: argparse.Namespace, folder: Path, step: int) -> None:
+    """Says so if the run had another length when it did `step`."""
+    was = checkpoint.config(folder / "checkpoints", step).get("steps", args.steps)
+    if was != args.steps:
+        say(
+            f"after step {step} the learning rate follows the schedule of {args.steps} steps; "
+            f"until then it followed the one of {was} steps"
+        )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -287,11 +352,22 @@ def summary(seen: list[dict[str, Array]], tokens: int, clock: float) -> dict[str
     return record | {"loss": loss, "perplexity": perplexity(loss), "tokens_per_second": speed}
 
 
+def count(params: optax.Params) -> int:
+    """Returns the number of parameters."""
+    return sum(x.size for x in jax.tree.leaves(params))
+
+
 def describe(mesh: jax.sharding.Mesh) -> str:
     """Names the devices and, where there are several, the mesh that they form."""
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     hosts = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
     return f"{mesh.size} device(s){hosts}{f': {axes}' if axes else ''}"
+
+
+def rate_at(schedule: optax.Schedule, step: int) -> float:
+    """Returns the learning rate after `step` steps, computed on its own beside the training."""
+    with jax.transfer_guard("allow"):
+        return float(schedule(step))
 
 
 def perplexity(loss: float) -> float:
@@ -311,153 +387,112 @@ def show(bar: tqdm, step: int, record: dict[str, Any]) -> None:
         postfix["align"] = f"{record['alignment_mean']:.3f}"
     bar.set_postfix(postfix, refresh=False)
     if "valid_loss" in record:
-        bar.write(f"step {step}: loss {record['loss']:.4f}, validation {record['valid_loss']:.4f}")
+        bar.clear()
+        say(f"step {step}: loss {record['loss']:.4f}, validation {record['valid_loss']:.4f}")
+        bar.refresh()
 
 
 def write_samples(
-    args: argparse.Namespace, data: Data, graphdef: nnx.GraphDef, params: optax.Params
+    args: argparse.Namespace,
+    data: Data,
+    graphdef: nnx.GraphDef,
+    params: optax.Params,
+    layout: sharding.Layout,
 ) -> list[str]:
     """Returns three continuations of the prompt, each as long as the context."""
     prompt = data.encode(args.prompt)[: args.seq_len - 1] or [0]
-    rows = jnp.tile(jnp.asarray(prompt, jnp.int32)[None], (3, 1))  # (3, P)
+    rows = np.tile(np.asarray(prompt, np.int32), (3, 1))  # (3, P)
+    temperature = np.float32(args.sample_temperature)
     tokens = sample(
         graphdef,
         params,
-        rows,
-        jax.random.key(args.seed),
+        jax.make_array_from_process_local_data(layout.replicated, rows),
+        jax.jit(jax.random.key, static_argnums=0, out_shardings=layout.replicated)(args.seed),
         length=args.seq_len,
-        temperature=args.sample_temperature,
+        temperature=jax.make_array_from_process_local_data(layout.replicated, temperature),
     )
-    tokens = multihost_utils.process_allgather(tokens, tiled=True)  # wherever they are
+    with jax.transfer_guard("allow"):  # it is meant, and not left to us
+        tokens = multihost_utils.process_allgather(tokens, tiled=True)  # wherever they are
     return [data.decode(row) for row in tokens.tolist()]
 
 
-def report(folder: Path, data: Data, lines: list[str]) -> None:
-    """Draws the curves and prints how the run ended."""
-    loss = metrics.read(folder)[-1]["valid_loss"]
-    picture = plot(folder, data.unigram_entropy)
-    print(f"validation loss {loss:.4f} nats a token, perplexity {perplexity(loss):.3f}")
-    print(
+def report(folder: Path, data: Data, loss: float, lines: list[str]) -> None:
+    """Prints how the run ended and draws the curves."""
+    say(f"validation loss {loss:.4f} nats a token, perplexity {perplexity(loss):.3f}")
+    say(
         f"unigram entropy {data.unigram_entropy:.4f}, "
         f"perplexity {perplexity(data.unigram_entropy):.3f}"
     )
-    print(f"curves: {picture}")
+    draw(folder, data.unigram_entropy)
     for line in lines:
-        print("sample:", line.replace("\n", "\n        "))
+        say("sample:", printable(line).replace("\n", "\n        "))
+
+
+def draw(folder: Path, unigram_entropy: float) -> None:
+    """Draws the curves; a run does not fail for want of a picture."""
+    try:
+        say(f"curves: {plot(folder, unigram_entropy)}")
+    except Exception as error:
+        print_warning(f"the curves could not be drawn ({type(error).__name__}: {error})")
 
 
 # ---------------------------------------------------------------------------------------------
-# The run's folder and its end
+# The end
 
 
-def claim_folder(args: argparse.Namespace) -> Path:
-    """Creates the run's folder, or finds it again to go on.
-
-    Raises:
-        SettingsError: If it isn't empty and `--resume` is not given, or the other way round.
-        OSError: If it can't be created.
-    """
-    if args.resume:
-        if not (args.out / metrics.FILE).exists():
-            raise SettingsError(f"{args.out} holds no run to go on with")
-        return args.out
-    if args.out is None:
-        parts = ["llama", args.preset, args.optimizer, masking(args)]
-        out = fresh_folder(Path("runs"), "-".join(part for part in parts if part != "none"))
-    elif args.out.is_dir() and any(args.out.iterdir()):
-        raise SettingsError(
-            f"{args.out} is not empty; --resume goes on with the run in it, "
-            "another --out starts a new one"
-        )
-    else:
-        out = args.out
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("every host has looked")
-        out.mkdir(parents=True, exist_ok=True)
-    (out / metrics.FILE).touch()  # from here on there is a run to go on with
-    return out
-
-
-def fresh_folder(parent: Path, name: str) -> Path:
-    """Creates the first of ``name-1``, ``name-2``, ... that isn't there."""
-    for number in itertools.count(1):
-        folder = parent / f"{name}-{number}"
-        if not folder.exists():
-            folder.mkdir(parents=True)  # fails if another run was faster
-            return folder
-    raise AssertionError("counted to the end")
-
-
-def resume_command(argv: Sequence[str], folder: Path) -> str:
-    """Returns the command that goes on with a run started with `argv`."""
-    command = ["python", "-m", "examples.llama.train", *argv]
-    if not any(option.split("=")[0] == "--out" for option in argv):
-        command += ["--out", str(folder)]
-    if "--resume" not in argv:
-        command += ["--resume"]
-    return shlex.join(command)
-
-
-class StopSignal:
-    """Notes SIGTERM and SIGINT while in use, so that the loop can end between two steps."""
-
-    def __init__(self) -> None:
-        """Notes nothing yet."""
-        self.number: int | None = None
-
-    def __enter__(self) -> "StopSignal":
-        """Takes the signals over."""
-        self._before = {}
-        if jax.process_count() == 1:  # with several hosts jax.distributed takes SIGTERM
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Gives them back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: object) -> None:
-        self.number = number
-
-    def reached(self, step: int) -> bool:
-        """Says whether to stop after `step`; all hosts agree on the step."""
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self.number is not None
-
-
-def join_hosts(args: argparse.Namespace) -> None:
-    """Connects the processes, one a host.
-
-    Raises:
-        SettingsError: If neither `--distributed` nor the cluster's environment says which they are,
-            or if they don't answer.
-    """
-    try:
-        # The first three from the environment, if they are not given.
-        jax.distributed.initialize(*args.distributed, heartbeat_timeout_seconds=args.host_timeout)
-    except (ValueError, RuntimeError) as error:
-        raise SettingsError(f"--distributed: {error}") from None
+def stop_reached(stop: interrupts.StopSignal, step: int) -> bool:
+    """Says whether to stop after `step`; all hosts agree on the step."""
+    if hosts.several():
+        return multihost_utils.reached_preemption_sync_point(step)
+    return stop.number is not None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as the command line says; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = parser().parse_args(argv)
+    refusal = None
     try:
-        if args.distributed is not None:
-            join_hosts(args)
-        return train(resolve(args), argv)
-    except (SettingsError, DataError, checkpoint.ConfigurationError, OSError) as error:
+        args = parser().parse(argv)
+    except SettingsError as error:
+        refusal, args = error, host_options(argv)
+    if args.distributed is not None:
+        try:
+            hosts.join(args.distributed, args.host_timeout)
+        except SettingsError as error:
+            print_error(str(refusal or error))
+            return 2
+    try:
+        with one_for_all():
+            with hosts.together():
+                if refusal:
+                    raise refusal
+            return train(agreed(args), argv)
+    except (
+        SettingsError,
+        DataError,
+        checkpoint.ConfigurationError,
+        checkpoint.DamagedError,
+        hosts.RefusedError,
+        OSError,
+    ) as error:
         print_error(str(error))
         return 2
 
 
-def print_error(message: str) -> None:
-    """Prints `message` as one line."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+def agreed(args: argparse.Namespace) -> argparse.Namespace:
+    """Returns the resolved options, the same on all hosts but for paths.
+
+    Raises:
+        SettingsError: For options that don't go together; on several hosts hosts.RefusedError.
+    """
+    own = {"distributed", "out", "data", "tokenizer"}
+    typed = {name: value for name, value in jsonable(args).items() if name not in own}
+    hosts.require_same(typed | {"out is given": args.out is not None})
+    saved = {}
+    if args.resume and args.out is not None:
+        saved = checkpoint.last_config(args.out / "checkpoints")
+    with hosts.together():
+        return resolve(args, saved)
 
 
 @contextlib.contextmanager
@@ -471,7 +506,7 @@ def one_for_all() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if jax.process_count() == 1 or isinstance(error, checkpoint.ConfigurationError):
+        if not hosts.several() or isinstance(error, hosts.RefusedError):
             raise  # there is no other, or all see the same error
         print_error(
             f"host {jax.process_index()} of {jax.process_count()} can't go on, as it failed or "

@@ -2,12 +2,19 @@
 
 import argparse
 import dataclasses
-from pathlib import Path
-
-import jax
 
 from examples.llama.optimizers import LEARNING_RATES
-from examples.llama.options import Parser, SettingsError, default, number, probability, whole
+from examples.llama.options import (
+    Parser,
+    SettingsError,
+    default,
+    local_path,
+    need,
+    number,
+    platform,
+    probability,
+    whole,
+)
 from examples.nanomoe.config import PRESETS, RECIPES
 
 
@@ -29,8 +36,8 @@ def parser() -> Parser:
     add("--optimizer", choices=["adam", "adamw", "muon"], default="adamw", help="(%(default)s)")
     add("--magma", action="store_true", help="apply Magma to attention, MLPs and experts")
     add("--experts-as-blocks", action="store_true", help="a coin and a score for each expert")
-    add("--survival-prob", type=probability, default=0.5, help="or 'alignment' (%(default)s)")
-    add("--temperature", type=positive, default=2.0, help="Magma's (%(default)s)")
+    add("--survival-prob", type=probability, help="of a masked block, or 'alignment' (0.5)")
+    add("--temperature", type=positive, help="Magma's (2.0)")
     add("--mask-key", type=seed, help="seed of the coins (--seed)")
     add("--learning-rate", type=positive, help="peak (by preset and optimizer)")
     add("--steps", type=count, help="steps to train (by preset)")
@@ -40,7 +47,7 @@ def parser() -> Parser:
     add("--seed", type=seed, default=0, help="of parameters and data order (%(default)s)")
     add("--log-every", type=count, default=10, help="steps (%(default)s)")
     add("--eval-every", type=count, default=100, help="steps (%(default)s)")
-    add("--out", type=Path, help="folder of the run (a fresh one under runs/)")
+    add("--out", type=local_path, help="folder of the run (a fresh one under runs/)")
     return parser
 
 
@@ -51,15 +58,16 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         SettingsError: For options that don't go together.
     """
     if args.experts_as_blocks and not args.magma:
-        raise SettingsError("--experts-as-blocks needs --magma")
-    if args.survival_prob == "alignment" and not args.magma:
-        raise SettingsError("--survival-prob alignment needs --magma")
+        raise SettingsError("--experts-as-blocks needs --magma, and does nothing without; add it")
+    need(args, args.magma, "--magma", "survival_prob", "temperature", "mask_key")
     for name, value in dataclasses.asdict(RECIPES[args.preset]).items():
         default(args, name, value)
     default(args, "learning_rate", LEARNING_RATES[args.optimizer][args.magma])
     default(args, "weight_decay", 0.0 if args.optimizer == "adam" else 0.1)
+    default(args, "survival_prob", 0.5)
+    default(args, "temperature", 2.0)
     default(args, "mask_key", args.seed)
-    default(args, "dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
+    default(args, "dtype", "float32" if platform() == "cpu" else "bfloat16")
 
     positions = PRESETS[args.preset].length
     if args.seq_len > positions:

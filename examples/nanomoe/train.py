@@ -7,6 +7,11 @@ two minutes on two CPU cores, on one device. Data, optimizers and metrics are th
 whose trainer also has checkpoints and several devices.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import dataclasses
 import itertools
@@ -24,12 +29,14 @@ from flax import nnx
 from jax import Array
 from tqdm import tqdm
 
-from examples.llama import metrics, optimizers
+from examples.llama import console, metrics, optimizers
+from examples.llama.console import print_error, say
 from examples.llama.data import DataError, load
+from examples.llama.folder import fresh_folder, write_settings
 from examples.llama.model import cross_entropy
-from examples.llama.options import SettingsError
-from examples.llama.plot import plot
-from examples.llama.train import fresh_folder, perplexity
+from examples.llama.options import SettingsError, jsonable
+from examples.llama.paths import by_path
+from examples.llama.train import draw, perplexity, rate_at
 from examples.nanomoe.config import PRESETS, NanoMoEConfig
 from examples.nanomoe.model import NanoMoE, count_parameters, router_loss
 from examples.nanomoe.options import parser, resolve
@@ -38,11 +45,12 @@ from magma_optax import summarize
 Batch = dict[str, Array]  # "inputs", "targets": int32 (B, T); target -1 has no loss
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Runs the whole training.
 
     Args:
         args: Resolved options.
+        argv: The options as typed, for the record.
 
     Raises:
         SettingsError, DataError: One-line messages.
@@ -66,20 +74,32 @@ def train(args: argparse.Namespace) -> None:
     def validate(params: optax.Params, limit: int) -> float:
         """Averages the loss over the tokens of `limit` batches, spread over the held-out split."""
         batches = itertools.islice(data.valid(), 0, None, max(1, valid_batches // limit))
-        nll, count = np.sum([valid_step(params, batch) for batch in batches], axis=0, dtype=float)
+        sums = jax.device_get([valid_step(params, jax.device_put(batch)) for batch in batches])
+        nll, count = np.sum(sums, axis=0, dtype=float)
         return float(nll / count)
 
     params, opt_state = init()
     total, active = count_parameters(params, config)
     out = claim_folder(args)
-    print(f"{args.preset}: {total:,} parameters, of which a token uses {active:,}")
-    print(data.name)
-    print(out, flush=True)
+    write_settings(
+        out,
+        "examples.nanomoe.train",
+        argv,
+        0,
+        options=jsonable(args),
+        data={"name": data.name, "digest": data.digest},
+        parameters=total,
+    )
+    say(f"{args.preset}: {total:,} parameters, of which a token uses {active:,}")
+    say(data.name)
+    say(out)
+    say(optimizers.describe(optimizer_config(args), blocks(args), params))
 
     seen: list[dict[str, Any]] = []  # on the device until the next record
-    with metrics.Metrics(out, 0) as log, tqdm(total=args.steps, unit="step") as bar:
+    bar = tqdm(total=args.steps, unit="step", file=console.stderr)
+    with metrics.Metrics(out, 0) as log, bar:
         for step, batch in enumerate(itertools.islice(data.train, args.steps), 1):
-            params, opt_state, now = train_step(params, opt_state, batch)
+            params, opt_state, now = train_step(params, opt_state, jax.device_put(batch))
             if step == 1:
                 clock = time.perf_counter()  # the first call compiles; speed counts from here
             seen.append(now)
@@ -88,7 +108,7 @@ def train(args: argparse.Namespace) -> None:
                 record = summary(seen)
                 seconds = time.perf_counter() - clock
                 record["tokens_per_second"] = batch["inputs"].size * len(seen) / seconds
-                record["learning_rate"] = float(learning_rate(step - 1))
+                record["learning_rate"] = rate_at(learning_rate, step - 1)
                 record |= scores(opt_state)
                 if last or step % args.eval_every == 0:
                     record["valid_loss"] = validate(params, valid_batches if last else 8)
@@ -98,10 +118,10 @@ def train(args: argparse.Namespace) -> None:
                 clock = time.perf_counter()
             bar.update()
 
-    picture = plot(out, data.unigram_entropy)
     loss = record["valid_loss"]
-    print(f"validation loss {loss:.4f} nats a token, perplexity {perplexity(loss):.3f}")
-    print(f"unigram entropy {data.unigram_entropy:.4f}; curves: {picture}")
+    say(f"validation loss {loss:.4f} nats a token, perplexity {perplexity(loss):.3f}")
+    say(f"unigram entropy {data.unigram_entropy:.4f}")
+    draw(out, data.unigram_entropy)
 
 
 def make_functions(
@@ -153,11 +173,9 @@ def make_functions(
     return init, train_step, valid_step
 
 
-def make_optimizer(
-    args: argparse.Namespace,
-) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
-    """Returns the optimizer and its learning rate as a function of the steps done."""
-    config = optimizers.OptimizerConfig(
+def optimizer_config(args: argparse.Namespace) -> optimizers.OptimizerConfig:
+    """Returns what the options say about the optimizer."""
+    return optimizers.OptimizerConfig(
         name=args.optimizer,
         learning_rate=args.learning_rate,
         steps=args.steps,
@@ -170,11 +188,22 @@ def make_optimizer(
         temperature=args.temperature,
         mask_key=args.mask_key,
     )
-    blocks = expert_axis if args.experts_as_blocks else "leaf"
+
+
+def make_optimizer(
+    args: argparse.Namespace,
+) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
+    """Returns the optimizer and its learning rate as a function of the steps done."""
+    config = optimizer_config(args)
     try:
-        return optimizers.assemble(config, blocks, matrices), optimizers.schedule(config)
+        return optimizers.assemble(config, blocks(args), matrices), optimizers.schedule(config)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+
+
+def blocks(args: argparse.Namespace) -> str | Callable:
+    """Returns how parameters are cut into blocks."""
+    return expert_axis if args.experts_as_blocks else "leaf"
 
 
 def expert_axis(path: str, leaf: jax.ShapeDtypeStruct) -> int | tuple[()]:
@@ -205,10 +234,12 @@ def summary(seen: list[dict[str, Any]]) -> dict[str, Any]:
 
 def scores(opt_state: optax.OptState) -> dict[str, Any]:
     """Returns Magma's scores by parameter and their summary, or nothing without Magma."""
-    found = {name: float(value) for name, value in summarize(opt_state).items()}
+    with jax.transfer_guard("allow"):  # a few scalars, computed beside the training
+        fetched = jax.device_get(summarize(opt_state))
+    found = {name: float(value) for name, value in fetched.items()}
     if found:
         alignment = jax.device_get(optax.tree.get(opt_state, "alignment"))
-        found["scores"] = {path: np.round(s, 4).tolist() for path, s in alignment.items()}
+        found["scores"] = {path: np.round(s, 4).tolist() for path, s in by_path(alignment).items()}
     return found
 
 
@@ -225,7 +256,9 @@ def show(bar: tqdm, step: int, record: dict[str, Any]) -> None:
         postfix["align"] = f"{record['alignment_mean']:.3f}"
     bar.set_postfix(postfix, refresh=False)
     if "valid_loss" in record:
-        bar.write(f"step {step}: loss {record['loss']:.4f}, validation {record['valid_loss']:.4f}")
+        bar.clear()
+        say(f"step {step}: loss {record['loss']:.4f}, validation {record['valid_loss']:.4f}")
+        bar.refresh()
 
 
 def claim_folder(args: argparse.Namespace) -> Path:
@@ -241,11 +274,11 @@ def claim_folder(args: argparse.Namespace) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as the command line says; returns the exit status."""
-    args = parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        train(resolve(args))
+        train(resolve(parser().parse(argv)), argv)
     except (SettingsError, DataError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error(str(error))
         return 2
     return 0
 

@@ -6,6 +6,11 @@ The paper ablates RMSProp; `--base adam` does the same to Adam. The other option
 `examples.paper.llama_c4`, and so are the search and the records.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +19,7 @@ import optax
 
 from examples.llama.optimizers import direction, rms
 from examples.paper.arms import ARMS, Arm, magma, plain
-from examples.paper.llama_c4 import parser, sweep
+from examples.paper.llama_c4 import parser, refuse_idle, sweep
 from magma_optax import attention, attention_and_mlp
 
 BASES = ("rmsprop", "adam")
@@ -89,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--set", choices=SETS[BASES[0]], required=True, help="which ablation")
     options.add_argument("--base", choices=BASES, default=BASES[0], help="of what (%(default)s)")
     args = options.parse_args(argv)
+    refuse_idle(options, args)
     arms = SETS[args.base][args.set]
     return sweep(args, {args.base: ARMS[args.base]} | arms, [args.base, *arms])
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from examples.llama.options import Parser, seconds
+from examples.llama.console import say
+from examples.llama.options import Parser, local_path, seconds
 from examples.paper import records
 from examples.paper.searches import add_search_options
 from examples.paper.sweep import Record, Run, Search, missing_of_all, select
@@ -28,7 +29,7 @@ def add_options(parser: Parser, arms: Iterable[str], seeds: int, out: Path) -> N
     add = parser.add_argument
     add("--arms", default=",".join(arms), help="names, most urgent first (default: all)")
     add_search_options(parser, seeds)
-    add("--out", type=Path, default=out, help="JSON lines")
+    add("--out", type=local_path, default=out, help="JSON lines")
     add("--time-limit", type=seconds, default=math.inf, help="seconds after which no run starts")
 
 
@@ -78,11 +79,11 @@ def execute(
                     continue
                 identity = dict(settings) | dataclasses.asdict(run)
                 found.append(records.append(out, identity, future.result(), device.device_kind))
-                print(line(run, future.result()), flush=True)
+                say(line(run, future.result()))
     if failure:
         raise failure
     if waiting:
-        print("time limit: stopped; the same command goes on", flush=True)
+        say("time limit: stopped; the same command goes on")
     return found
 
 

@@ -16,6 +16,11 @@ batch as their last axis.
 Every arm has the same learning rates, batches and coins.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import functools
 import sys
@@ -29,9 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
-from matplotlib.figure import Figure
 
-from examples.llama.options import Parser, number, whole
+from examples.llama.console import print_error, say
+from examples.llama.figure import Figure
+from examples.llama.options import Parser, local_path, number, whole
 from examples.paper import records
 from magma_optax import skip_update, stacked, with_magma
 
@@ -372,9 +378,19 @@ def parser() -> Parser:
     add("--seeds", type=whole(1), default=2, help="runs at each rate (%(default)s)")
     add("--rates", nargs="+", type=rate, default=RATES, help="learning rates (0.02 to 0.32)")
     add("--full", action="store_true", help="10000 steps, 6 seeds, 9 rates: wants a GPU")
-    add("--out", type=Path, default=records.RESULTS / "linear_transformer.jsonl", help="records")
+    add(
+        "--out",
+        type=local_path,
+        default=records.RESULTS / "linear_transformer.jsonl",
+        help="records",
+    )
     add("--plot", action="store_true", help="draw the records instead of running")
-    add("--images", type=Path, default=Path("docs/images"), help="of the figures (%(default)s)")
+    add(
+        "--images",
+        type=local_path,
+        default=Path("docs/images"),
+        help="of the figures (%(default)s)",
+    )
     return parser
 
 
@@ -409,12 +425,17 @@ def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is not recorded yet, or draws."""
-    args = parser().parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
+    if args.full:
+        options.refuse_idle(args, "beside --full", "steps", "seeds", "rates")
+    if not args.plot:
+        options.refuse_idle(args, "without --plot", "images")
     if args.plot:
         if not (recorded := records.read(args.out)):
-            print(f"error: no records in {args.out}", file=sys.stderr)
+            print_error(f"no records in {args.out}")
             return 2
-        print(plot(recorded, args.images))
+        say(plot(recorded, args.images))
         return 0
     start = time.perf_counter()
     asked = settings(args)
@@ -422,20 +443,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         done = {key(record): record for record in records.read(args.out)}
         name = f"{count}/{len(asked)} {setting['tails']} {setting['arm']}"
         if key({"settings": setting}) in done:
-            print(f"{name}: recorded already")
+            say(f"{name}: recorded already")
             continue
         scores = None
         if setting["arm"] in ("constant", "constant_mask"):
             magma = done.get(key({"settings": setting}, arm="magma"))
             if magma is None:
-                print(f"error: {setting['arm']} needs the record of magma first", file=sys.stderr)
+                print_error(f"{setting['arm']} needs the record of magma first")
                 return 2
             scores = np.array(magma["results"]["score"])
         record = records.append(args.out, setting, measure(setting, scores))
         clock = f"{time.perf_counter() - start:.0f} s"
-        print(f"{name}: loss {record['results']['loss'][1]} after {clock}", flush=True)
+        say(f"{name}: loss {record['results']['loss'][1]} after {clock}")
     wanted = {key({"settings": setting}) for setting in asked}
-    print(table([record for record in records.read(args.out) if key(record) in wanted]))
+    say(table([record for record in records.read(args.out) if key(record) in wanted]))
     return 0
 
 

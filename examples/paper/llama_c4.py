@@ -14,14 +14,19 @@ it stopped; what is recorded is not run again. `python -m examples.paper.llama_r
 the tables and draws the curves.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from examples.llama.options import Parser, number, seconds, whole
+from examples.llama.console import say
+from examples.llama.options import Parser, local_path, number, seconds, whole
 from examples.paper import records
 from examples.paper.arms import ARMS, Arm
 from examples.paper.llama_report import table
@@ -48,14 +53,25 @@ def parser(description: str | None = __doc__) -> Parser:
     add("--micro-batches", type=count, default=1, help="parts of a batch, to save memory")
     add("--seq-len", type=count, help="tokens a row (default: by size)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
+    add("--validations", type=count, default=1, help="during a run, the end included (%(default)s)")
     add_search_options(parser)
     add(
         "--fixed-rate", type=positive, nargs="+", default=[], metavar="RATE",
         help="run every arm at each of these learning rates, without a search",
     )  # fmt: skip
-    add("--out", type=Path, help="JSON lines (default: examples/paper/results/llama_SIZE.jsonl)")
+    add(
+        "--out",
+        type=local_path,
+        help="JSON lines (default: examples/paper/results/llama_SIZE.jsonl)",
+    )
     add("--time-limit", type=seconds, default=math.inf, help="seconds; no run ends later")
     return parser
+
+
+def refuse_idle(options: Parser, args: argparse.Namespace) -> None:
+    """Refuses what says how to search where nothing is searched."""
+    if args.fixed_rate:
+        options.refuse_idle(args, "beside --fixed-rate", "centre", "reach")
 
 
 def sweep(args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str]) -> int:
@@ -71,10 +87,10 @@ def sweep(args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str
     platform, devices = find_devices()
     task = make_task(args, platform)
     out = args.out or records.RESULTS / f"llama_{args.size}.jsonl"
-    print(f"{len(devices)} worker(s) on {platform}, records in {out}", flush=True)
+    say(f"{len(devices)} worker(s) on {platform}, records in {out}")
     state = Sweep(task, searches, out, deadline)
     status = execute(state, devices)
-    print(table(state.records, names))
+    say(table(state.records, names))
     return status
 
 
@@ -90,6 +106,7 @@ def make_task(args: argparse.Namespace, platform: str) -> Task:
         data=args.data,
         packing=args.packing,
         micro_batches=args.micro_batches,
+        validations=args.validations,
     )
 
 
@@ -106,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     options.add_argument("--arms", default=CONTROLLED, help="names, most urgent first, or all")
     args = options.parse_args(argv)
+    refuse_idle(options, args)
     names = list(ARMS) if args.arms == "all" else args.arms.split(",")
     return sweep(args, ARMS, names)
 

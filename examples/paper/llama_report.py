@@ -5,6 +5,11 @@
 prints a table for each task in the file and draws the curves beside it.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import json
 import math
@@ -15,10 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
-
+from examples.llama.console import say
+from examples.llama.figure import Axes, Figure, SubFigure, colormaps
+from examples.llama.options import local_path
 from examples.paper import records
 from examples.paper.sweep import TUNED, Record, Row, losses, summarise
 
@@ -133,7 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables and writes the figure; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("records", type=Path, help="a file of records")
-    parser.add_argument("--figure", type=Path, help="the figure (default: beside the records)")
+    parser.add_argument(
+        "--figure", type=local_path, help="the figure (default: beside the records)"
+    )
     args = parser.parse_args(argv)
     groups = by_task(records.read(args.records))
     if not groups:
@@ -143,11 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = figure.subfigures(len(groups), squeeze=False, height_ratios=heights)[:, 0]
     for part, (task, found) in zip(parts, groups.items(), strict=True):
         title = ", ".join(f"{name} {value}" for name, value in json.loads(task).items())
-        print(f"{title}\n\n{table(found)}\n")
+        say(f"{title}\n\n{table(found)}\n")
         draw(part, found, title)
     path = args.figure or args.records.with_suffix(".png")
     figure.savefig(path, dpi=120)
-    print(f"curves: {path}")
+    say(f"curves: {path}")
     return 0
 
 

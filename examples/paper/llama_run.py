@@ -57,6 +57,7 @@ class Task:
         data: What `examples.llama.data.load` reads.
         packing: How it makes rows of documents.
         dtype: Of the computation; parameters and optimizer state are float32.
+        validations: How often the validation loss is measured, evenly spaced, the end included.
     """
 
     size: str
@@ -67,11 +68,13 @@ class Task:
     data: str | None = None
     packing: str = "concat"
     micro_batches: int = 1
+    validations: int = 1
 
     def settings(self) -> dict[str, Any]:
-        """What a record says about the task."""
-        data = data_name(self.data)
-        return {"experiment": "llama_c4"} | dataclasses.asdict(self) | {"data": data}
+        """What a record says about the task: all that a run's outcome depends on."""
+        settings = dataclasses.asdict(self) | {"data": data_name(self.data)}
+        del settings["validations"]  # looking at a run doesn't change it
+        return {"experiment": "llama_c4"} | settings
 
 
 class Trainer:
@@ -141,23 +144,34 @@ class Trainer:
         init, train_chunk = self._compiled[name]
         opt_state = init(params, rate, key)
 
+        looks = evenly(steps // chunk, self.task.validations)
+        looked: list[list[float]] = []  # [step, validation loss]
+        looking = 0.0  # seconds
         clock = time.perf_counter()
         pending: list[Array] = []  # losses still on the device
         losses: list[float] = []
-        for _ in range(steps // chunk):
+        for done in range(1, steps // chunk + 1):
             params, opt_state, loss = train_chunk(params, opt_state, next(batches), rate, key)
             pending.append(loss)
             if len(pending) > 1:  # look back by one chunk, so that the device never waits
                 losses += np.asarray(pending.pop(0)).tolist()
                 if not math.isfinite(losses[-1]):
                     break
+            if done in looks:
+                jax.block_until_ready(params)
+                opened = time.perf_counter()
+                looked.append([done * chunk, float(self.evaluate(params, self.valid))])
+                looking += time.perf_counter() - opened
         for loss in pending:
             losses += np.asarray(loss).tolist()
-        seconds = time.perf_counter() - clock
+        seconds = time.perf_counter() - clock - looking
         finite = all(map(math.isfinite, losses))
         valid_loss = float(self.evaluate(params, self.valid)) if finite else math.inf
         return {
             **outcome(losses, valid_loss, steps, opt_state),
+            "valid_curve": [
+                [step, round(loss, 4)] for step, loss in [*looked, [len(losses), valid_loss]]
+            ],
             "parameters": sum(x.size for x in jax.tree.leaves(params)),
             "seconds": round(time.perf_counter() - start, 1),
             "tokens_per_second": round(
@@ -287,6 +301,14 @@ def outcome(
         "curve": curve(losses),
         "alignment": float(scores["alignment_mean"]) if scores and not diverged else None,
     }
+
+
+def evenly(dispatches: int, parts: int) -> set[int]:
+    """After which of a run's dispatches one of `parts` evenly spaced parts ends, but for the last.
+
+    A run of fewer dispatches has a part for each.
+    """
+    return {round(part * dispatches / parts) for part in range(1, parts)} - {0, dispatches}
 
 
 def curve(losses: list[float]) -> list[list[float]]:

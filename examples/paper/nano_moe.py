@@ -12,6 +12,11 @@ and step are those of `examples.nanomoe`. Repeating a command goes on where it s
 nothing that is recorded; `python -m examples.paper.llama_report FILE` draws the curves.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import sys
 from collections.abc import Sequence
@@ -20,6 +25,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
+from examples.llama.console import say
 from examples.llama.data import DataError
 from examples.llama.optimizers import direction
 from examples.llama.options import Parser, whole
@@ -120,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except DataError as error:
         sys.exit(f"error: {error}")
-    print(f"records: {args.out}\n\n{table(found, names)}")
+    say(f"records: {args.out}\n\n{table(found, names)}")
     return 0
 
 

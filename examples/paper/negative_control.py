@@ -15,6 +15,11 @@ The paper gives two accuracies and the number of epochs. All else is chosen here
 augmentation, schedule and decay, and that every convolution and dense kernel is a block of Magma's.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import dataclasses
 import sys
@@ -25,6 +30,7 @@ from typing import Any
 import jax
 import optax
 
+from examples.llama.console import say
 from examples.llama.optimizers import path_string
 from examples.llama.options import Parser, whole
 from examples.paper import records
@@ -120,8 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda run: trainer.run(run.arm, ARMS[run.arm], run.learning_rate, run.seed),
         args.time_limit,
     )
-    print(f"records: {args.out}\n\n{table(found, names)}")
-    print(f"\nmedian validation loss (seeds)\n\n{by_rate(found, names)}")
+    say(f"records: {args.out}\n\n{table(found, names)}")
+    say(f"\nmedian validation loss (seeds)\n\n{by_rate(found, names)}")
     return 0
 
 

@@ -3,6 +3,11 @@
 python -m examples.paper.negative_control_report examples/paper/results/negative_control.jsonl
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import itertools
 import json
@@ -12,9 +17,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
+from examples.llama.console import say
+from examples.llama.figure import Axes, Figure
+from examples.llama.options import local_path
 from examples.paper import records
 from examples.paper.llama_report import arm_names, by_task
 from examples.paper.sweep import RATIO, Record, select, summarise, valid_loss
@@ -150,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables and writes the figure; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("records", type=Path, help="a file of records")
-    parser.add_argument("--figure", type=Path, help="the figure (default: beside the records)")
+    parser.add_argument(
+        "--figure", type=local_path, help="the figure (default: beside the records)"
+    )
     args = parser.parse_args(argv)
     groups = by_task(records.read(args.records))
     if not groups:
@@ -159,13 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     panels = figure.subplots(len(groups), 2, squeeze=False)
     for (left, right), (task, found) in zip(panels, groups.items(), strict=True):
         title = ", ".join(f"{name} {value}" for name, value in json.loads(task).items())
-        print(f"{title}\n\n{table(found)}\n\nmedian validation loss (seeds)\n\n{by_rate(found)}\n")
+        say(f"{title}\n\n{table(found)}\n\nmedian validation loss (seeds)\n\n{by_rate(found)}\n")
         draw_losses(left, found)
         left.set_title(title, fontsize="small", loc="left")
         draw_accuracy(right, found)
     path = args.figure or args.records.with_suffix(".png")
     figure.savefig(path, dpi=80)
-    print(f"figure: {path}")
+    say(f"figure: {path}")
     return 0
 
 

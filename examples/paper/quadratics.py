@@ -13,6 +13,11 @@ The paper does not give k, the number of steps, the start or the schedule: all a
 Every arm has the same learning rates, the same rows and the same coins.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import functools
 import itertools
@@ -27,9 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
-from examples.llama.options import Parser, number, whole
+from examples.llama.console import print_error, say
+from examples.llama.figure import Figure
+from examples.llama.options import Parser, local_path, number, whole
 from examples.paper import records
 from magma_optax import skip_update, with_magma
 
@@ -434,9 +440,16 @@ def parser() -> Parser:
     add("--highest-rate", type=number(0.0, above=True), default=10.0, help="(%(default)s)")
     add("--rates", type=whole(2), default=61, help="number of learning rates (%(default)s)")
     add("--full", action="store_true", help="also 10000 steps and betas (0.95, 0.95)")
-    add("--out", type=Path, default=records.RESULTS / "quadratics.jsonl", help="(%(default)s)")
+    add(
+        "--out", type=local_path, default=records.RESULTS / "quadratics.jsonl", help="(%(default)s)"
+    )
     add("--plot", action="store_true", help="draw the records instead of running")
-    add("--images", type=Path, default=Path("docs/images"), help="of the figures (%(default)s)")
+    add(
+        "--images",
+        type=local_path,
+        default=Path("docs/images"),
+        help="of the figures (%(default)s)",
+    )
     return parser
 
 
@@ -473,30 +486,35 @@ def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is not recorded yet, or draws."""
-    args = parser().parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
+    if args.full:
+        options.refuse_idle(args, "beside --full", "steps", "betas")
+    if not args.plot:
+        options.refuse_idle(args, "without --plot", "images")
     if args.plot:
         if not (recorded := records.read(args.out)):
-            print(f"error: no records in {args.out}", file=sys.stderr)
+            print_error(f"no records in {args.out}")
             return 2
         recorded = most_seeds(recorded)
-        print(plot_trajectories(recorded, args.images))
-        print(plot_ratios(recorded, args.images))
+        say(plot_trajectories(recorded, args.images))
+        say(plot_ratios(recorded, args.images))
         return 0
     try:
         asked = settings(args)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(f"{error}")
         return 2
     done = [record["settings"] for record in records.read(args.out)]
     missing = [setting for setting in asked if setting not in done]
-    print(f"{len(asked) - len(missing)} of {len(asked)} settings are in {args.out}")
+    say(f"{len(asked) - len(missing)} of {len(asked)} settings are in {args.out}")
     start = time.perf_counter()
     for count, setting in enumerate(missing, 1):
         record = records.append(args.out, setting, measure(setting))
         what = " ".join(f"{key}={setting[key]}" for key in ("case", "rows", "schedule", "steps"))
         clock = f"{count}/{len(missing)} {time.perf_counter() - start:5.0f} s"
-        print(f"{clock} {what}: Magma / AdamW {ratio(record, 'magma'):.3g}", flush=True)
-    print(table([record for record in records.read(args.out) if record["settings"] in asked]))
+        say(f"{clock} {what}: Magma / AdamW {ratio(record, 'magma'):.3g}")
+    say(table([record for record in records.read(args.out) if record["settings"] in asked]))
     return 0
 
 

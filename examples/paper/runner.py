@@ -13,10 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.llama import console
+from examples.llama.console import print_error, say
+from examples.llama.interrupts import StopSignal
 from examples.paper import records
 from examples.paper.llama_run import Task
 from examples.paper.sweep import Record, Run, Search, missing_of_all, select
@@ -143,7 +146,7 @@ class Sweep:
             except OSError as error:
                 self.unwritten, self.stopped = error, True
             self._change.notify_all()
-        print(f"{describe(run)}: {outcome(reply['results'])}, {wall:.0f} s", flush=True)
+        say(f"{describe(run)}: {outcome(reply['results'])}, {wall:.0f} s")
 
     def fail(self, device: int, run: Run, error: Exception) -> None:
         """Gives up a run, and with it the rest of its arm's search."""
@@ -151,7 +154,7 @@ class Sweep:
             del self._active[device]
             if not self.stopped:
                 self.failed[run] = str(error)
-                print(f"{describe(run)}: failed\n{error}", file=sys.stderr, flush=True)
+                say(f"{describe(run)}: failed\n{error}", file=console.stderr)
             self._change.notify_all()
 
     def stop(self) -> None:
@@ -216,11 +219,11 @@ def execute(sweep: Sweep, environments: Sequence[dict[str, str]]) -> int:
         threading.Thread(target=serve, args=(device,), daemon=True)
         for device in range(len(environments))
     ]
-    with noted_signals() as received:
+    with StopSignal(lambda: "ended at once; the same command goes on") as stop:
         for thread in threads:
             thread.start()
         late = False
-        while any(thread.is_alive() for thread in threads) and not (received or late):
+        while any(thread.is_alive() for thread in threads) and not (stop.number or late):
             time.sleep(0.05)
             late = time.monotonic() > sweep.deadline
         sweep.stop()
@@ -230,35 +233,18 @@ def execute(sweep: Sweep, environments: Sequence[dict[str, str]]) -> int:
             threads[0].join(0.1)
         for worker in workers.values():
             worker.close()
-    if received:
-        print(f"{signal.Signals(received[0]).name}: stopped; the same command goes on", flush=True)
-        return 128 + received[0]
+    if stop.number:
+        say(f"{signal.Signals(stop.number).name}: stopped; the same command goes on")
+        return 128 + stop.number
     if sweep.unwritten:
-        print(
-            f"error: stopped, as {sweep.out} can't be written ({sweep.unwritten}); the same "
-            "command goes on from what is recorded",
-            file=sys.stderr,
+        print_error(
+            f"stopped, as {sweep.out} can't be written ({sweep.unwritten}); the same command goes "
+            "on from what is recorded"
         )
         return 1
     if late or sweep.postponed:
-        print("time limit: stopped; the same command goes on", flush=True)
+        say("time limit: stopped; the same command goes on")
     return 1 if sweep.failed else 0
-
-
-@contextlib.contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT instead of dying from them."""
-    received: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in numbers
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def find_devices() -> tuple[str, list[dict[str, str]]]:
@@ -266,7 +252,7 @@ def find_devices() -> tuple[str, list[dict[str, str]]]:
 
     Another process looks, since JAX takes the memory of whatever it has seen.
     """
-    code = "import jax; print(jax.default_backend(), jax.local_device_count())"
+    code = "import jax; say(jax.default_backend(), jax.local_device_count())"
     answer = subprocess.check_output([sys.executable, "-c", code], text=True)
     platform, count = answer.split()[-2:]
     if platform != "gpu":  # one process: CPU runs share the cores anyway

@@ -16,6 +16,11 @@ Descent lemma. For SGD with g masked, over p, and times the score s,
 The lemma as stated leaves out curvature between blocks; `counterexample` breaks it in two numbers.
 """
 
+from examples.llama import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
+
 import argparse
 import functools
 import sys
@@ -29,12 +34,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.typing import ArrayLike
-from matplotlib.figure import Figure
 
 from examples.llama.config import LlamaConfig
+from examples.llama.console import print_error, say
 from examples.llama.data import load
+from examples.llama.figure import Figure
 from examples.llama.model import Llama, cross_entropy
-from examples.llama.options import Parser, number, whole
+from examples.llama.options import Parser, local_path, number, whole
+from examples.llama.paths import by_path
 from examples.paper import records
 from magma_optax import attention_and_mlp, skip_update, with_magma
 
@@ -181,7 +188,7 @@ def descent(
 
     def terms(batch: Any, steps: jax.Array) -> Any:
         g = jax.grad(loss_of)(params, batch)
-        s = optax.tree.get(tx.update(g, state, params)[1], "alignment")
+        s = by_path(optax.tree.get(tx.update(g, state, params)[1], "alignment"))
         descents = {b: jnp.vdot(g[b], mean_gradient[b]) for b in blocks}
         squares = {b: jnp.vdot(g[b], g[b]) for b in blocks}
 
@@ -333,10 +340,10 @@ def record(path: Path, setting: dict[str, Any], results: Any) -> None:
     short = lambda x: np.vectorize(lambda y: float(f"{y:.4g}"), otypes=[object])(x)  # noqa: E731
     results = jax.tree.map(lambda x: short(np.asarray(x)).tolist(), results)
     records.append(path, setting, results)
-    print({key: setting[key] for key in ("experiment", "step", "p")}, flush=True)
+    say({key: setting[key] for key in ("experiment", "step", "p")})
     for key, value in results.items():
         if not isinstance(value, dict):
-            print(f"    {key}: {value}", flush=True)
+            say(f"    {key}: {value}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -425,31 +432,36 @@ def parser() -> Parser:
         default=[0.25, 0.5, 0.75],
     )
     add("--seed", type=whole(0), default=0, help="of parameters and data (%(default)s)")
-    add("--out", type=Path, default=records.RESULTS / "theory.jsonl", help="records")
+    add("--out", type=local_path, default=records.RESULTS / "theory.jsonl", help="records")
     add("--plot", action="store_true", help="draw the records instead of running")
-    add("--images", type=Path, default=Path("docs/images"), help="of the figure (%(default)s)")
+    add(
+        "--images", type=local_path, default=Path("docs/images"), help="of the figure (%(default)s)"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is not recorded yet, or draws."""
-    args = parser().parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
+    if not args.plot:
+        options.refuse_idle(args, "without --plot", "images")
     recorded = records.read(args.out)
     if args.plot:
         if not recorded:
-            print(f"error: no records in {args.out}", file=sys.stderr)
+            print_error(f"no records in {args.out}")
             return 2
-        print(plot(recorded, args.images))
+        say(plot(recorded, args.images))
         return 0
     if args.width % 4:
-        print(f"error: --width must be a multiple of 4, got {args.width}", file=sys.stderr)
+        print_error(f"--width must be a multiple of 4, got {args.width}")
         return 2
     done = [r["settings"] for r in recorded]
     missing = lambda setting: setting not in done  # noqa: E731
     run_proposition(args, missing)
     run_descent(args, missing)
     sides = counterexample()
-    print(
+    say(
         "Lemma, l = (x + y)^2 / 2 at (1, 1), eta 0.1: expected loss "
         f"{sides['expected_loss']:.4f} exceeds the bound {sides['bound']:.4f}"
     )

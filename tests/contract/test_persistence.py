@@ -12,9 +12,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from magma_optax import magma, stacked, with_magma
+from magma_optax import attention_and_mlp, magma, stacked, with_magma
 from tests.contract.conftest import PARAMS, loss
 
 GRADS = [jax.grad(loss)(PARAMS, seed) for seed in range(4)]
@@ -113,40 +114,80 @@ def test_resumes_bit_for_bit(tx, state, through, tmp_path):
     chex.assert_trees_all_equal(continue_run(tx, restored), continue_run(tx, state))
 
 
-def test_restores_sharded_onto_another_mesh(tmp_path):
-    tx = with_magma(optax.rmsprop(1e-2))
-    params = {"w": jnp.arange(64.0).reshape(16, 4)}
+def abstract_on(devices, tx, params):
+    """The usual idiom: the state's shapes with the shardings that `map_params` finds."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    abstract_state = jax.eval_shape(tx.init, params)
+    shardings = optax.tree.map_params(
+        tx,
+        lambda _, sharding: sharding,
+        abstract_state,
+        {"mlp": {"w": NamedSharding(mesh, P("x"))}, "norm": NamedSharding(mesh, P())},
+        transform_non_params=lambda _: NamedSharding(mesh, P()),
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
+    shardings = jax.tree.broadcast(shardings, abstract_state)  # The one-liner of docs/usage.md.
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract_state,
+        shardings,
+    )
 
-    def sharded(devices):
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
-        return optax.tree.map_params(
-            tx,
-            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=spec),
-            jax.eval_shape(tx.init, params),
-            {"w": NamedSharding(mesh, PartitionSpec("x"))},
-            transform_non_params=lambda leaf: jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(
-                    x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())
-                ),
-                leaf,
-            ),
-        )
 
-    four = jax.tree.map(lambda x: x.sharding, sharded(4))
+@pytest.mark.parametrize("options", [{}, {"where": attention_and_mlp}, {"blocks": stacked(0)}])
+@pytest.mark.parametrize("base", [optax.adam, optax.rmsprop, optax.sgd])
+def test_restores_sharded_onto_another_mesh(form, base, options, tmp_path):
+    tx = form.wrap(base(1e-2), **options)
+    params = {"mlp": {"w": jnp.arange(64.0).reshape(16, 4)}, "norm": jnp.ones(4)}
+    four = jax.tree.map(lambda x: x.sharding, abstract_on(4, tx, params))
     state = jax.jit(tx.init, out_shardings=four)(params)
-    _, state = jax.jit(tx.update)(params, state, params)
+    _, state = jax.jit(tx.update)(params, state, params, grad=params)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path.resolve() / "state", state)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path.resolve() / "state", sharded(8))
+        restored = checkpointer.restore(tmp_path.resolve() / "state", abstract_on(8, tx, params))
     chex.assert_trees_all_equal(jax.device_get(restored), jax.device_get(state))
-    assert len(restored.magma.momentum["w"].sharding.device_set) == 8
+    ours = form.state(restored)
+    if ours.momentum is not None:
+        assert ours.momentum["mlp"]["w"].sharding.spec == P("x")
+    for leaf in jax.tree.leaves(restored):
+        assert len(leaf.sharding.device_set) == 8
+    for leaf in jax.tree.leaves(ours.alignment):
+        assert leaf.sharding.is_fully_replicated
 
 
 def carry_over(old, new):
     """The recipe of docs/usage.md."""
     kept = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(old)}
-    return jax.tree.map_with_path(lambda p, leaf: kept.get(jax.tree_util.keystr(p), leaf), new)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(new)]
+    if unknown := kept.keys() - set(paths):
+        raise ValueError(f"the new state has no place for {sorted(unknown)}")
+    return jax.tree.unflatten(
+        jax.tree.structure(new),
+        [kept.get(path, leaf) for path, leaf in zip(paths, jax.tree.leaves(new), strict=True)],
+    )
+
+
+def test_carrying_over_what_has_no_place_is_refused():
+    """As a plain Adam's state, of which nothing would be carried into that of with_magma."""
+    adam, tx = optax.adam(1e-2), with_magma(optax.adam(1e-2))
+    before = adam.update(PARAMS, adam.init(PARAMS))[1]
+    with pytest.raises(ValueError, match=r"no place for .*\.mu"):
+        carry_over(before, tx.init(PARAMS))
+
+
+def test_from_an_adam_checkpoint_to_magma():
+    """The recipe of docs/usage.md: Adam's moments and count go on inside Magma."""
+    adam, tx = optax.adam(1e-2), with_magma(optax.adam(1e-2), survival_prob=1.0, damping=False)
+    state = adam.init(PARAMS)
+    for grads in GRADS[:2]:
+        _, state = adam.update(grads, state, PARAMS)
+    masked = tx.init(PARAMS)._replace(inner_state=state)
+    for grads in GRADS[2:]:
+        expected, state = adam.update(grads, state, PARAMS)
+        updates, masked = tx.update(grads, masked, PARAMS)
+        chex.assert_trees_all_equal(updates, expected)
+    chex.assert_trees_all_equal(masked.inner_state, state)
 
 
 def test_a_parameter_added_after_the_checkpoint(form):

@@ -47,6 +47,12 @@ def assert_same(actual, expected):
         chex.assert_trees_all_equal(ours.step, theirs.step)
 
 
+def monitor(tx):
+    if not hasattr(optax, "monitor"):
+        pytest.skip("optax 0.2.6 has no monitor")
+    return optax.chain(tx, optax.monitor({"norm": optax.tree.norm}))
+
+
 WRAPPERS = {
     "named_chain": lambda tx: optax.named_chain(("clip", optax.identity()), ("all", tx)),
     "chain": lambda tx: optax.chain(optax.identity(), tx, optax.identity()),
@@ -65,7 +71,7 @@ WRAPPERS = {
     "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step < 9),
     "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step < 9),
     "reduce_on_plateau": lambda tx: optax.chain(tx, optax.contrib.reduce_on_plateau()),
-    "monitor": lambda tx: optax.chain(tx, optax.monitor({"norm": optax.tree.norm})),
+    "monitor": monitor,
     "snapshot": lambda tx: optax.chain(tx, optax.snapshot("norm", optax.tree.norm)),
 }
 
@@ -169,7 +175,7 @@ class TestMultiSteps:
         tx = optax.chain(adam(), magma(key=4))
         _, state = self.accumulate(tx, grad=True)
         _, exact = self.whole_batches(tx)
-        ours, theirs = (magma_states(s)[0].alignment["attn/kernel"] for s in (state, exact))
+        ours, theirs = (magma_states(s)[0].alignment["attn"]["kernel"] for s in (state, exact))
         assert ours != theirs
         assert magma_states(state)[0].step == 2, "one coin a whole batch all the same"
 

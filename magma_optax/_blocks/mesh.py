@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import NamedSharding
 
+from magma_optax._blocks.cutting import AxisName, Cut
+
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """Mesh axes of ``shard_map`` along which ``x`` may differ from device to device.
@@ -45,3 +47,28 @@ def typed_like(path: str, new: jax.Array, old: jax.Array) -> jax.Array:
     if sharding.spec == spec:  # Always so on Auto meshes.
         return new
     return jax.sharding.reshard(new, NamedSharding(sharding.mesh, spec))
+
+
+def sum_over_mesh(
+    sums: dict[str, tuple[jax.Array, ...]], cuts: dict[str, Cut], axis_name: AxisName
+) -> dict[str, tuple[jax.Array, ...]]:
+    """Sum over the mesh axes that shard a block, in one collective for each set of axes.
+
+    Args:
+      sums: what each device summed of its part of every block, by path.
+      cuts: the masked leaves.
+      axis_name: mesh axes that shard the leaves inside ``shard_map``.
+    """
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for path, cut in cuts.items():
+        axes = tuple(name for name in names if name not in cut.axis_names)
+        varying = frozenset[str]().union(*map(varying_axes, sums[path]))
+        if varying:  # A leaf sharded over some of the axes: JAX refuses to sum over the others.
+            axes = tuple(name for name in axes if name in varying)
+        groups.setdefault(axes, []).append(path)
+    total = {}
+    for axes, paths in groups.items():
+        group = {path: sums[path] for path in paths}
+        total |= jax.lax.psum(group, axes) if axes else group
+    return total

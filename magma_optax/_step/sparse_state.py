@@ -6,35 +6,43 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from magma_optax._blocks import Blocks
-from magma_optax._paths import leaves_by_path, map_by_path
+from magma_optax._blocks.cutting import Cut
+from magma_optax._blocks.paths import NamedTree
 
 
 def hold_dropped(
     inner: optax.GradientTransformation,
     new_state: Any,
     old_state: Any,
-    params: Any,
-    blocks: dict[str, Blocks],
-    coins: dict[str, jax.Array],
+    params: NamedTree,
+    cuts: dict[str, Cut],
+    m: dict[str, jax.Array],
 ) -> Any:
     """Return ``new_state`` with what belongs to dropped blocks as it was in ``old_state``.
 
     What belongs to no parameter, such as a step count, advances.
     """
     new_leaves, treedef = jax.tree.flatten(new_state)
-    owners = find_owners(inner, old_state, params, blocks)
+    owners = find_owners(inner, old_state, params, cuts)
     held = [
-        new
-        if path is None
-        else jnp.where(_coin(blocks[path], coins[path], jnp.shape(new)), new, old)
+        new if path is None else jnp.where(_coin(cuts[path], m[path], jnp.shape(new)), new, old)
         for path, new, old in zip(owners, new_leaves, jax.tree.leaves(old_state), strict=True)
     ]
     return jax.tree.unflatten(treedef, held)
 
 
+def hold_blocks(
+    new: dict[str, jax.Array],
+    old: dict[str, jax.Array],
+    cuts: dict[str, Cut],
+    m: dict[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """Return ``new`` with dropped blocks as they were in ``old``; both by path."""
+    return {path: jnp.where(cuts[path].expand(m[path]), x, old[path]) for path, x in new.items()}
+
+
 def find_owners(
-    inner: optax.GradientTransformation, state: Any, params: Any, blocks: dict[str, Blocks]
+    inner: optax.GradientTransformation, state: Any, params: NamedTree, cuts: dict[str, Cut]
 ) -> list[str | None]:
     """Return the masked parameter to which each leaf of ``state`` belongs, or None.
 
@@ -43,22 +51,23 @@ def find_owners(
     """
     names = optax.tree.map_params(
         inner,
-        lambda copy: map_by_path(lambda path, _: path, copy),
+        lambda copy: NamedTree(copy).map(lambda path, _: path),
         state,
         transform_non_params=lambda other: jax.tree.map(lambda _: False, other),
         is_leaf=lambda _: True,  # The function gets a whole copy of the parameters' tree.
     )
-    shapes = {path: jnp.shape(leaf) for path, leaf in leaves_by_path(params).items()}
     owners: list[str | None] = []
     for owner, leaf in zip(jax.tree.leaves(names), jax.tree.leaves(state), strict=True):
-        owners.append(owner if owner in blocks else None)
-        if owner in blocks and blocks[owner].axes and jnp.shape(leaf) != shapes[owner]:
+        owners.append(owner if owner in cuts else None)
+        if owner not in cuts or not cuts[owner].axes:
+            continue
+        if jnp.shape(leaf) != (shape := jnp.shape(params.leaves[owner])):
             raise ValueError(
                 f"sparse_state: the base keeps a state of shape {jnp.shape(leaf)} for {owner!r} of "
-                f"shape {shapes[owner]}, which cannot be held block by block: use blocks='leaf'"
+                f"shape {shape}, which cannot be held block by block: use blocks='leaf'"
             )
     return owners
 
 
-def _coin(cut: Blocks, coin: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _coin(cut: Cut, coin: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return cut.expand(coin) if len(shape) == cut.ndim else coin

@@ -1,21 +1,21 @@
 """SkipUpdate: random masking of whole blocks, unbiased and without alignment."""
 
-from typing import Literal
-
 import optax
 from jax.typing import ArrayLike
 
-from magma_optax._blocks import BlockAxes, Where
-from magma_optax._hyperparameters import Hyperparameters, Schedule, at_step
-from magma_optax._masking import mask_updates, toss
-from magma_optax._state import MagmaState, check_kind, init_state, next_step
+from magma_optax._blocks.choosing import Where
+from magma_optax._blocks.cutting import Granularity
+from magma_optax._blocks.paths import NamedTree
+from magma_optax._step.algorithm import masked_step
+from magma_optax._step.options import Options, Schedule
+from magma_optax._step.state import MagmaState, check_kind, init_state
 
 
 def skip_update(
     survival_prob: ArrayLike | Schedule = 0.5,
     *,
     where: Where | None = None,
-    blocks: Literal["leaf", "row", "column", "element"] | BlockAxes = "leaf",
+    blocks: Granularity = "leaf",
     key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Skip the update of each block with probability 1 - p, and divide the others by p.
@@ -55,19 +55,22 @@ def skip_update(
             "skip_update: survival_prob must be a number or a schedule, got "
             f"{survival_prob!r}; magma(survival_prob='alignment') samples by alignment"
         )
-    hp = Hyperparameters(survival_prob=survival_prob, where=where, blocks=blocks, key=key)
+    options = Options(
+        survival_prob=survival_prob, where=where, blocks=blocks, key=key,
+        damping=False, rescale=True,
+    )  # fmt: skip
 
     def init_fn(params):
-        hp.find_blocks(params)  # A `where` that selects nothing is refused before the first step.
-        return init_state(params, hp.key, {}, 0.5, None)
+        named = NamedTree(params)
+        options.find_cuts(named)  # A `where` that selects nothing is refused before the first step.
+        return init_state(named, options.key, {}, 0.5, None)
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
         check_kind(state, MagmaState)
-        cuts = hp.find_blocks(updates, params)
-        p = at_step("survival_prob", hp.survival_prob, state.step)
-        coins = toss(state, cuts, dict.fromkeys(cuts, p))
-        masked = mask_updates(updates, cuts, coins, dict.fromkeys(cuts, 1 / p))
-        return masked, state._replace(step=next_step(state.step))
+        delta = NamedTree(updates)
+        cuts = options.find_cuts(delta, NamedTree(params))
+        masked, _, state = masked_step(options, state, NamedTree(state.alignment), cuts, delta)
+        return masked, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -5,7 +5,6 @@ in which Adam keeps mu. So the base's own update is traced and read: a state lea
 value is a * old + b * g, for the gradient g of one parameter and numbers 0 < a < 1 and b > 0.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.tree_util import GetAttrKey
 
-from magma_optax._paths import path_string
+from magma_optax._blocks.paths import NamedTree
 
 
 class _Number(NamedTuple):
@@ -50,11 +49,11 @@ class Ema(NamedTuple):
     """Where a base keeps the EMA of one gradient: new = a * old + b * g.
 
     Attributes:
-      place: index of the EMA among the leaves of the base's state.
+      place: where it is in the base's state, as in `leaves_by_place`.
       numbers: (a, b), or None if only a running program knows them.
     """
 
-    place: int
+    place: str
     numbers: tuple[float, float] | None
 
 
@@ -64,12 +63,23 @@ _IDENTITIES = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sh
 _ZERO, _MINUS_ONE = _Number(0.0, True), _Number(-1.0, True)
 
 
+def leaves_by_place(state: Any) -> dict[str, Any]:
+    """Return the leaves of a state by where they are in it: ``[0].mu['w']``."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
 class FirstMoments:
     """Finds the EMA of each parameter's gradient in a base's state; reads each tree but once."""
 
     def __init__(self, update: Callable[..., Any]) -> None:
         """Take the base's update function."""
-        self._find = functools.lru_cache(functools.partial(_find_emas, update))
+        self._update = update
+        self._found: dict[Any, dict[str, Ema]] = {}
+
+    def __reduce__(self) -> Any:
+        """Pickle without what was found: not every tree definition can be."""
+        return FirstMoments, (self._update,)
 
     def find(self, gradients: Any, state: Any) -> dict[str, Ema]:
         """Return where ``state`` keeps the EMA of each parameter's gradient.
@@ -83,17 +93,23 @@ class FirstMoments:
           wants extra arguments that only a real step has.
         """
         leaves, treedef = jax.tree.flatten((gradients, state))
-        return self._find(treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
+        tree = treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        if tree not in self._found:
+            self._found[tree] = _find_emas(self._update, *tree)
+        return self._found[tree]
 
 
 def _find_emas(update: Callable[..., Any], treedef: Any, avals: tuple[Any, ...]) -> dict[str, Ema]:
     inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
     gradients, state = jax.tree.unflatten(treedef, inputs)
     try:
-        closed = jax.make_jaxpr(lambda g, s, p: update(g, s, p)[1])(gradients, state, gradients)
+        closed, new = jax.make_jaxpr(lambda g, s, p: update(g, s, p)[1], return_shape=True)(
+            gradients, state, gradients
+        )
     except Exception:  # A fault of the base itself shows again at the real update.
         return {}
-    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(gradients)]
+    paths = [path for path, _ in NamedTree(gradients).pairs]
+    places = list(leaves_by_place(state))
     values: list[_Value] = [_Linear({~n: _Number(1.0, True)}) for n in range(len(paths))]
     values += [
         _state_input(n, path, aval)
@@ -103,12 +119,14 @@ def _find_emas(update: Callable[..., Any], treedef: Any, avals: tuple[Any, ...])
 
     found: dict[str, Ema] = {}
     outputs: list[Any] = _evaluate(closed.jaxpr, closed.consts, values)
-    for index, output in enumerate(outputs):
+    # By place: a gradient that is None takes leaves out of the state, and moves all after them.
+    for place, output in zip(leaves_by_place(new), outputs, strict=True):
+        index = places.index(place) if place in places else None
         gradient = _averaged_gradient(index, output)
-        if gradient is not None:
+        if index is not None and gradient is not None:
             a, b = output.terms[index].value, output.terms[gradient].value
             numbers = None if a is None or b is None else (a, b)
-            found.setdefault(paths[~gradient], Ema(index, numbers))
+            found.setdefault(paths[~gradient], Ema(place, numbers))
     return found
 
 
@@ -120,7 +138,7 @@ def _state_input(index: int, path: Sequence[Any], aval: jax.ShapeDtypeStruct) ->
     return _Number(None, False) if aval.shape == () else _Other(False)
 
 
-def _averaged_gradient(state: int, value: Any) -> int | None:
+def _averaged_gradient(state: int | None, value: Any) -> int | None:
     """Index of the gradient whose EMA ``value`` is, continuing ``state``; None if it is none."""
     if not isinstance(value, _Linear) or len(value.terms) != 2 or state not in value.terms:
         return None

@@ -1,4 +1,4 @@
-"""Coins: one uniform number a block, a function of (key, step, path, block index) alone."""
+"""Coins: one uniform number per block, a function of (key, step, path, block index) alone."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from magma_optax._blocks import Blocks
+from magma_optax._blocks.cutting import Cut
 
 # Leaves of at most so many blocks share one vectorised draw; finer ones draw each for itself, so
 # that a draw as large as a parameter is never concatenated with others.
@@ -53,7 +53,7 @@ def raw_key(key: ArrayLike) -> np.ndarray | jax.Array:
     return array if isinstance(array, Tracer) else np.asarray(array)
 
 
-def uniforms(key: jax.Array, step: jax.Array, blocks: dict[str, Blocks]) -> dict[str, jax.Array]:
+def uniforms(key: jax.Array, step: jax.Array, cuts: dict[str, Cut]) -> dict[str, jax.Array]:
     """Draw a uniform number in [0, 1) for every block.
 
     Adding, renaming or reordering other leaves changes none of them; nor do sharding, x64 mode or
@@ -62,31 +62,31 @@ def uniforms(key: jax.Array, step: jax.Array, blocks: dict[str, Blocks]) -> dict
     Args:
       key: raw threefry data, uint32 (2,).
       step: int32 ().
-      blocks: the masked leaves.
+      cuts: how each masked leaf is cut.
 
     Returns:
-      float32 arrays of the blocks' shapes, by path; multiples of 2**-23.
+      float32 arrays of the cuts' shapes, by path; multiples of 2**-23.
     """
-    if not blocks:
+    if not cuts:
         return {}
-    step_key = jax.random.fold_in(_threefry(key), step)
-    words = np.stack([_path_words(path) for path in blocks])  # (leaves, 2)
+    step_key = jax.random.fold_in(_threefry(key), jnp.asarray(step).astype(jnp.uint32))
+    words = np.stack([_path_words(path) for path in cuts])  # (leaves, 2)
     leaf_keys = jax.vmap(lambda w: jax.random.fold_in(jax.random.fold_in(step_key, w[0]), w[1]))(
         words
     )
-    cuts = list(blocks.values())
-    few = [n for n, cut in enumerate(cuts) if cut.size <= _FEW]
+    by_leaf = list(cuts.values())
+    few = [n for n, cut in enumerate(by_leaf) if cut.size <= _FEW]
     drawn: dict[int, jax.Array] = {}
     if few:
-        sizes = [cuts[n].size for n in few]
-        index = jnp.concatenate([cuts[n].indices() for n in few])
+        sizes = [by_leaf[n].size for n in few]
+        index = jnp.concatenate([by_leaf[n].indices() for n in few])
         together = _uniform(leaf_keys[np.repeat(few, sizes)], index)
         for n, start in zip(few, np.cumsum([0, *sizes[:-1]]), strict=True):
-            drawn[n] = _pick(together, start, cuts[n].size)
-    for n, cut in enumerate(cuts):
+            drawn[n] = _pick(together, start, by_leaf[n].size)
+    for n, cut in enumerate(by_leaf):
         if n not in drawn:
             drawn[n] = _uniform(leaf_keys[n], cut.indices())
-    return {path: drawn[n].reshape(cut.shape) for n, (path, cut) in enumerate(blocks.items())}
+    return {path: drawn[n].reshape(cut.shape) for n, (path, cut) in enumerate(cuts.items())}
 
 
 def _pick(vector: jax.Array, start: int, size: int) -> jax.Array:

@@ -1,19 +1,17 @@
-"""Blocks: which leaves are masked, and how each of them is cut into blocks."""
+"""Cuts: how a leaf is cut into blocks."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from magma_optax._paths import leaves_by_path
-
-Where = Callable[[str, jax.ShapeDtypeStruct], bool] | Any
 BlockAxes = Callable[[str, jax.ShapeDtypeStruct], int | Sequence[int]]
 AxisName = str | tuple[str, ...] | None
+Granularity = Literal["leaf", "row", "column", "element"] | BlockAxes
 
 GRANULARITIES: dict[str, Callable[[int], Sequence[int]]] = {
     "leaf": lambda ndim: (),
@@ -67,7 +65,7 @@ class stacked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class Cut:
     """How one leaf is cut.
 
     Attributes:
@@ -112,72 +110,13 @@ class Blocks:
         return index.ravel()
 
 
-def find_blocks(
-    tree: Any, where: Where | None, blocks: str | BlockAxes, params: Any = None
-) -> dict[str, Blocks]:
-    """Return how each masked leaf is cut, by path.
-
-    Integer, boolean and empty leaves carry no block.
-
-    Args:
-      tree: parameters or updates.
-      where: None for all leaves, ``(path, ShapeDtypeStruct) -> bool``, or a tree of bools (which
-        may be a prefix of ``tree``).
-      blocks: a granularity or ``(path, ShapeDtypeStruct) -> axes``.
-      params: the parameters, if ``tree`` is updates: a leaf's dtype is its parameter's. (A base may
-        turn the gradient of an integer into a float.)
+def cut_leaf(path: str, leaf: jax.ShapeDtypeStruct, blocks: Granularity) -> Cut:
+    """Return how the leaf at ``path`` is cut.
 
     Raises:
-      ValueError: ``where`` selects nothing or misses a leaf, or an axis is out of range.
+      TypeError: the axes are no ints.
+      ValueError: an axis is out of range or repeated.
     """
-    typed = leaves_by_path(params)
-    leaves = {
-        path: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(typed.get(path, leaf)))
-        for path, leaf in leaves_by_path(tree).items()
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    }
-    candidates = {
-        path: leaf
-        for path, leaf in leaves.items()
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
-    }
-    selects = _selector(where)
-    selected = {path: leaf for path, leaf in candidates.items() if selects(path, leaf)}
-    if candidates and not selected:
-        raise ValueError(
-            f"`where` selects none of the {len(candidates)} leaves; it saw {_some(candidates)}. "
-            "Write a predicate (path, leaf) -> bool that fits these paths, or leave `where` out"
-        )
-    return {path: _cut(path, leaf, blocks) for path, leaf in selected.items()}
-
-
-def _selector(where: Where | None) -> Callable[[str, jax.ShapeDtypeStruct], Any]:
-    if where is None:
-        return lambda path, leaf: True
-    # An Equinox module of bools can be called too, but its leaves cannot.
-    if callable(where) and all(map(callable, jax.tree.leaves(where))):
-        return where
-    mask = leaves_by_path(where)
-    for path, value in mask.items():
-        if jnp.shape(value) != () or np.asarray(value).dtype != np.bool_:
-            raise TypeError(
-                "`where` must be a predicate (path, leaf) -> bool or a tree of bools, got "
-                f"{value!r}{f' at {path!r}' if path else ''}"
-            )
-
-    def selects(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
-        prefix = path
-        while prefix not in mask:
-            if not prefix:
-                entries = f"it has {_some(mask)}" if mask else "it is empty"
-                raise ValueError(f"`where` has no entry for {path!r}; {entries}")
-            prefix = prefix.rpartition("/")[0]
-        return bool(mask[prefix])
-
-    return selects
-
-
-def _cut(path: str, leaf: jax.ShapeDtypeStruct, blocks: str | BlockAxes) -> Blocks:
     ndim = len(leaf.shape)
     axes = GRANULARITIES[blocks](ndim) if isinstance(blocks, str) else blocks(path, leaf)
     axes = _axes_of(f"blocks: the axes of {path!r}", axes)
@@ -188,7 +127,7 @@ def _cut(path: str, leaf: jax.ShapeDtypeStruct, blocks: str | BlockAxes) -> Bloc
     if len(named) != len(axes):
         raise ValueError(f"blocks: axes {axes} repeat one axis of {path!r} of shape {leaf.shape}")
     shape = tuple(leaf.shape[axis] for axis in named)
-    return Blocks(tuple(named), shape, ndim, tuple(named.values()))
+    return Cut(tuple(named), shape, ndim, tuple(named.values()))
 
 
 def _axes_of(name: str, value: Any) -> tuple[int, ...]:
@@ -200,8 +139,3 @@ def _axes_of(name: str, value: Any) -> tuple[int, ...]:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if value is None or isinstance(value, int | str) else tuple(value)
-
-
-def _some(paths: Any, limit: int = 8) -> str:
-    names = [repr(path) for path in paths]
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if names[limit:] else "")

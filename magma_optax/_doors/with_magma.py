@@ -1,0 +1,180 @@
+"""Magma as a wrapper of a base optimizer: exact, without extra arguments or buffers."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import optax
+from jax.typing import ArrayLike
+
+from magma_optax._blocks.choosing import Where
+from magma_optax._blocks.cutting import AxisName, Granularity
+from magma_optax._blocks.matching import match
+from magma_optax._blocks.paths import NamedTree
+from magma_optax._doors.summary import accumulators
+from magma_optax._moments.own import replace_momentum, update_momentum
+from magma_optax._moments.source import MomentSource
+from magma_optax._step.algorithm import ALIGNMENT, Score, masked_step
+from magma_optax._step.options import Options, Schedule, check_bool, makes_optimizer, takes
+from magma_optax._step.sparse_state import find_owners, hold_blocks, hold_dropped
+from magma_optax._step.state import MagmaState, check_kind, check_scores, init_state
+
+
+class WithMagmaState(NamedTuple):
+    """State of `with_magma`.
+
+    Attributes:
+      magma: Magma's own state.
+      inner_state: the base optimizer's state.
+    """
+
+    magma: MagmaState
+    inner_state: Any
+
+
+def with_magma(
+    inner: optax.GradientTransformation,
+    survival_prob: ArrayLike | Schedule | Literal["alignment"] = 0.5,
+    temperature: ArrayLike | Schedule = 2.0,
+    *,
+    where: Where | None = None,
+    blocks: Granularity = "leaf",
+    key: ArrayLike = 0,
+    first_moment: Literal["auto", "own"] | Callable[[Any], Any] = "auto",
+    b1: ArrayLike = 0.9,
+    momentum_dtype: Any = None,
+    axis_name: AxisName = None,
+    damping: bool = True,
+    rescale: bool = False,
+    score_decay: ArrayLike | Schedule = 0.9,
+    initial_score: ArrayLike = 0.5,
+    sparse_state: bool = False,
+    score: Score = ALIGNMENT,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap a base optimizer so that its updates are masked and damped by Magma.
+
+    Computes what ``optax.chain(inner, magma(...))`` with ``grad=`` and the base's ``b1`` does, from
+    the gradients that it hands to ``inner``. It can therefore read the first moment that the base
+    keeps anyway: on Adam and its kin it adds no buffer.
+
+    Example:
+      >>> import optax
+      >>> from magma_optax import attention_and_mlp, with_magma
+      >>> tx = with_magma(optax.adam(1e-3), where=attention_and_mlp)
+
+    Args:
+      inner: the base optimizer. Its state advances on every step, masked or not.
+      survival_prob: see `magma`.
+      temperature: see `magma`.
+      where: see `magma`.
+      blocks: see `magma`.
+      key: see `magma`.
+      first_moment: where mu comes from. ``"auto"``: the base's state, for each parameter for which
+        the base keeps an EMA of the raw gradient there (adam, adamw, nadam, amsgrad, radam, yogi,
+        lamb, lion, muon, sgd with momentum, ...; found by reading the base's update, also through
+        ``partition`` and ``masked``), and an EMA of its own for the others, and for all where the
+        base needs extra arguments (``reduce_on_plateau``). ``"own"``: always its own. Or a function
+        from the new state of ``inner`` to a tree like the parameters.
+      b1: see `magma`; used where an EMA of its own is kept. The base's has the base's decay.
+      momentum_dtype: see `magma`.
+      axis_name: see `magma`.
+      damping: see `magma`.
+      rescale: see `magma`.
+      score_decay: see `magma`.
+      initial_score: see `magma`.
+      sparse_state: the paper's ablation "sparse momentum": what ``inner`` keeps of a masked block
+        (and Magma's own EMA) does not advance on that step. Its score does.
+      score: see `magma`.
+
+    Returns:
+      A transformation whose state is a tuple of a `MagmaState`, ``magma``, and the base's state,
+      ``inner_state``; extra arguments go to ``inner``.
+
+    Raises:
+      ValueError: as `magma`; ``inner`` is or holds an `optax.MultiSteps`, which belongs around
+        the wrapper; or, with ``sparse_state``, blocks within a leaf of which ``inner`` keeps a
+        state of another shape.
+      TypeError: an argument of the wrong kind.
+
+    References:
+      Joo et al., `On Surprising Effectiveness of Masking Updates in Adaptive Optimizers`, 2026.
+    """
+    options = Options(
+        survival_prob=survival_prob, temperature=temperature, b1=b1, score_decay=score_decay,
+        initial_score=initial_score, damping=damping, rescale=rescale, where=where, blocks=blocks,
+        key=key, axis_name=axis_name, momentum_dtype=momentum_dtype, score=score,
+    )  # fmt: skip
+    _check_first_moment(first_moment)
+    check_bool("sparse_state", sparse_state)
+    _check_base(inner)
+    inner = optax.with_extra_args_support(inner)
+    source = MomentSource(inner, first_moment, options)
+
+    def init_fn(params):
+        named = NamedTree(params)
+        cuts = options.find_cuts(named)
+        inner_state = inner.init(params)
+        if accumulators(inner_state):
+            raise ValueError(_MULTI_STEPS)
+        if sparse_state:
+            find_owners(inner, inner_state, named, cuts)  # Refuses what it cannot hold.
+        momentum = source.init_momentum(params, named, inner_state, cuts)
+        state = init_state(named, options.key, cuts, options.initial_score, momentum)
+        return WithMagmaState(state, inner_state)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        check_kind(state, WithMagmaState)
+        state, old_inner = state.magma, state.inner_state
+        grads, momentum = NamedTree(updates), NamedTree(state.momentum)
+        cuts = options.find_cuts(grads, NamedTree(params))
+        scores = check_scores(state, cuts, grads)
+        delta, new_inner = inner.update(updates, old_inner, params, **extra_args)
+
+        g = grads.arrays(cuts)
+        own = match(momentum, grads, [path for path in momentum.leaves if path in cuts], "momentum")
+        moments = source.read(g, own, (updates, grads), old_inner, new_inner)
+        masked, m, state = masked_step(options, state, scores, cuts, NamedTree(delta), moments)
+        new = {path: update_momentum(old, g[path], b1) for path, old in own.items()}
+        if sparse_state:
+            new_inner = hold_dropped(inner, new_inner, old_inner, grads, cuts, m)
+            new = hold_blocks(new, own, cuts, m)
+        state = state._replace(momentum=replace_momentum(momentum, new))
+        return masked, WithMagmaState(state, new_inner)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_first_moment(first_moment: Any) -> None:
+    if callable(first_moment):
+        if not takes(first_moment, 1):
+            raise TypeError(
+                "first_moment must be a function of one argument, the new state of the base, got "
+                f"{first_moment!r}"
+            )
+    elif first_moment not in ("auto", "own"):
+        raise ValueError(
+            'first_moment must be "auto", "own" or a function of the base\'s state, got '
+            f"{first_moment!r}"
+        )
+
+
+def _check_base(inner: Any) -> None:
+    """Refuse what is no base optimizer, or one inside which Magma must stand."""
+    if not isinstance(inner, type) and hasattr(inner, "init") and hasattr(inner, "update"):
+        if isinstance(inner, optax.MultiSteps):
+            raise ValueError(_MULTI_STEPS)
+        return
+    if makes_optimizer(inner):
+        raise TypeError(
+            f"with_magma wraps an optimizer, got the function {inner.__name__} that makes one: "
+            f"call it, as in with_magma({inner.__name__}(1e-3))"
+        )
+    raise TypeError(
+        f"with_magma wraps an optax.GradientTransformation, got {inner!r}; magma() is the link "
+        "of a chain"
+    )
+
+
+_MULTI_STEPS = (
+    "with_magma around optax.MultiSteps would score and toss coins at every micro-step: put it "
+    "inside, optax.MultiSteps(with_magma(base), every_k_schedule=k)"
+)

@@ -1,0 +1,1 @@
+"""Algorithm 1: options, state, coins, and the step itself."""

@@ -1,0 +1,1 @@
+"""What may change or go without notice."""
