@@ -55,7 +55,7 @@ from examples.llama.options import (
 )
 from examples.llama.plot import plot
 from examples.llama.sample import sample
-from magma_optax import summarize
+from examples.llama.scores import scores
 
 FAILED = 3  # exit status of a host that failed or lost another
 
@@ -271,7 +271,7 @@ def make_functions(
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
-        return params, opt_state, metrics | summarize(opt_state)
+        return params, opt_state, metrics | scores(opt_state)
 
     return init, train_step, jax.jit(loss, out_shardings=layout.replicated)
 

@@ -36,11 +36,11 @@ from examples.llama.folder import fresh_folder, write_settings
 from examples.llama.model import cross_entropy
 from examples.llama.options import SettingsError, jsonable
 from examples.llama.paths import by_path
+from examples.llama.scores import scores as summary_of_scores
 from examples.llama.train import draw, perplexity, rate_at
 from examples.nanomoe.config import PRESETS, NanoMoEConfig
 from examples.nanomoe.model import NanoMoE, count_parameters, router_loss
 from examples.nanomoe.options import parser, resolve
-from magma_optax import summarize
 
 Batch = dict[str, Array]  # "inputs", "targets": int32 (B, T); target -1 has no loss
 
@@ -235,7 +235,7 @@ def summary(seen: list[dict[str, Any]]) -> dict[str, Any]:
 def scores(opt_state: optax.OptState) -> dict[str, Any]:
     """Returns Magma's scores by parameter and their summary, or nothing without Magma."""
     with jax.transfer_guard("allow"):  # a few scalars, computed beside the training
-        fetched = jax.device_get(summarize(opt_state))
+        fetched = jax.device_get(summary_of_scores(opt_state))
     found = {name: float(value) for name, value in fetched.items()}
     if found:
         alignment = jax.device_get(optax.tree.get(opt_state, "alignment"))

@@ -20,9 +20,9 @@ from jax import Array
 from examples.llama.config import PRESETS, RECIPES, LlamaConfig, Recipe
 from examples.llama.data import Data, load
 from examples.llama.model import Llama, cross_entropy
+from examples.llama.scores import scores
 from examples.paper.arms import Arm
 from examples.paper.records import data_name
-from magma_optax import summarize
 
 # The paper's sizes, one that two GPUs sweep in minutes, and one for two CPU cores. The
 # vocabulary is the data's.
@@ -291,7 +291,7 @@ def outcome(
     diverged = not math.isfinite(valid_loss)
     valid_loss = math.inf if diverged else valid_loss
     last = float(np.mean(losses[-min(LAST, -(-steps // 10)) :]))
-    scores = summarize(opt_state)
+    found = scores(opt_state)
     return {
         "valid_loss": valid_loss,
         "perplexity": math.inf if valid_loss > 700 else math.exp(valid_loss),
@@ -299,7 +299,7 @@ def outcome(
         "diverged": diverged,
         "steps": len(losses),
         "curve": curve(losses),
-        "alignment": float(scores["alignment_mean"]) if scores and not diverged else None,
+        "alignment": float(found["alignment_mean"]) if found and not diverged else None,
     }
 
 

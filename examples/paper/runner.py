@@ -154,7 +154,7 @@ class Sweep:
             del self._active[device]
             if not self.stopped:
                 self.failed[run] = str(error)
-                say(f"{describe(run)}: failed\n{error}", file=console.stderr)
+                print(f"{describe(run)}: failed\n{error}", file=console.stderr, flush=True)
             self._change.notify_all()
 
     def stop(self) -> None:

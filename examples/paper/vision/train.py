@@ -17,12 +17,12 @@ import optax
 from flax import nnx
 from jax import Array
 
+from examples.llama.scores import scores as summary_of_scores
 from examples.paper.arms import Arm
 from examples.paper.vision.augment import crop_and_flip
 from examples.paper.vision.cifar import Labelled
 from examples.paper.vision.images import Images
 from examples.paper.vision.resnet import MODELS, ResNet
-from magma_optax import summarize
 
 EVALUATED = 1000  # images at once, at most
 
@@ -116,7 +116,7 @@ class Trainer:
             losses.append(float(np.mean(jax.device_get(pending))))
             if not math.isfinite(losses[-1]):
                 break
-            if found := summarize(state.opt_state):
+            if found := summary_of_scores(state.opt_state):
                 scores.append(float(found["alignment_mean"]))
         valid, test = (self.evaluate(state, part) for part in (self.data.valid, self.data.test))
         diverged = not (math.isfinite(losses[-1]) and math.isfinite(valid["loss"]))
