@@ -64,6 +64,7 @@ def restored(path, config=None, place="line"):
         ):
             np.testing.assert_array_equal(actual, wanted)
         if step < 4:
+            data = Place(**{place: 4})
             checkpoint.save(manager, 4, *tree(4), data, 1, config or {"seed": 0})
     if step < 4:
         assert restored(path, config, place) == 4
