@@ -183,7 +183,7 @@ def test_what_xz_allows_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["json.gz", "jsonl", "parquet"])
-@pytest.mark.parametrize("split", ["train-1", "validation-0"])
+@pytest.mark.parametrize("split", ["train-0", "train-1", "validation-0"])
 def test_damaged_files_of_the_hub(tmp_path, format, split):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
@@ -204,7 +204,8 @@ def test_damaged_files_of_the_hub(tmp_path, format, split):
         changes["a gzip file of nothing"] = lambda: path.write_bytes(gzip.compress(b""))
         changes["Not a gzipped file"] = lambda: append(path, b"noise")
     if format != "parquet":
-        changes["column names don't match"] = lambda: write_shard_of(path, {"body": "a"})
+        if split != "train-0":  # The first file says which columns there are.
+            changes["column names don't match"] = lambda: write_shard_of(path, {"body": "a"})
         changes['"text" is null'] = lambda: write_shard_of(path, {"text": None, "url": "u"})
     for expected, change in changes.items():
         path.write_bytes(whole)

@@ -97,63 +97,58 @@ def _open(path: str) -> _Source:
         raise DataError(
             f"{path}: written by `save_to_disk`, which has another format; use `to_parquet`"
         )
+    folder = Path(name) if is_folder else None
+    files: list[tuple[str, str]] = []  # Split and address.
     try:
         builder = datasets.load_dataset_builder(name, config)
+        by_split = builder.config.data_files or {}
+        files += sorted((str(split), file) for split in by_split for file in by_split[split])
+        identity = digest(part for file in files for part in _identity(*file, folder))
         splits = builder.as_streaming_dataset()
-        data_files = {str(key): list(of) for key, of in (builder.config.data_files or {}).items()}
-        identity = [
-            (split, *_identity(file, Path(name) if is_folder else None))
-            for split, files in sorted(data_files.items())
-            for file in files
-        ]
     except DataError:
         raise
     except Exception as error:  # Every format and file system has its own.
+        if file := _file_of(error, [file for _, file in files]):
+            raise _unreadable(file, error) from error
         what = (
             "no data that `datasets` can read"
             if is_folder
             else "no such data set, or the hub is out of reach"
         )
         raise DataError(f"{path}: {what} ({_summary(error)})") from error
-    files = [file for of in data_files.values() for file in of]
-    left_out = _left_out(path, Path(name), files) if is_folder else 0
+    taken = [file for _, file in files]
+    left_out = _left_out(path, folder, taken) if folder else 0
     note = f", but {left_out:,} of its data files, which `datasets` leaves out" if left_out else ""
-    return _Source(
-        path,
-        f"{path}, streamed{note}",
-        files,
-        splits,
-        digest(part for file in identity for part in file),
-    )
+    return _Source(path, f"{path}, streamed{note}", taken, splits, identity)
 
 
-def _identity(file: str, folder: Path | None) -> tuple[str, str]:
-    """Returns the name of a file and what tells its content, wherever it lies."""
+def _identity(split: str, file: str, folder: Path | None) -> tuple[str, str, str]:
+    """Returns a file's split, its name and what tells its content, wherever it lies."""
     import fsspec
 
     if folder is not None:
         place, name = os.path.split(file)
         place = os.path.relpath(os.path.realpath(place), folder.resolve())
-        return Path(place, name).as_posix(), fingerprint(Path(file))
+        content = fingerprint(Path(file))
+        if file.endswith(".gz") and not _unpacks_to_something(Path(file)):
+            raise DataError(f"{file}: a gzip file of nothing; fetch it again, or remove it")
+        return split, Path(place, name).as_posix(), content
     system, place = fsspec.url_to_fs(file)
     size = str(system.info(place)["size"])
     # Without the commit, which is another as soon as somebody edits the data set's README.
     name = re.sub("@[0-9a-f]{40}(?=/)", "", file)
     if size == "0":
         raise DataError(f"{name}: empty (0 bytes); use another data set")
-    return name, size
+    return split, name, size
 
 
 def _left_out(path: str, folder: Path, files: list[str]) -> int:
     """Returns how many data files of a folder `datasets` doesn't take, by format or by name.
 
     Raises:
-        DataError: If a file cannot be read or holds nothing, or `datasets` does not enter its
-            folder, as it is a link.
+        DataError: If a folder or file cannot be read, or `datasets` does not enter a folder, as
+            it is a link.
     """
-    for file in map(Path, files):
-        if file.suffix == ".gz" and not _unpacks_to_something(file):
-            raise DataError(f"{file}: a gzip file of nothing; fetch it again, or remove it")
     taken = {os.path.realpath(file) for file in files}
     suffixes = tuple({Path(file).suffix for file in files if Path(file).suffix} | set(_FORMATS))
     left_out = [
@@ -217,9 +212,7 @@ def _read(
             row = next(rows, None)
         except Exception as error:  # Every format and file system has its own.
             where = _file_of(error, source.files) or source.path
-            raise DataError(
-                f"{where}: cannot be read ({_summary(error)}); fetch it again"
-            ) from error
+            raise _unreadable(where, error) from error
         if row is None:
             return
         number += 1
@@ -231,6 +224,10 @@ def _read(
             )
         if (text := require_text(row["text"], f"{source.path}: {where}")).strip():
             yield text
+
+
+def _unreadable(where: str, error: Exception) -> DataError:
+    return DataError(f"{where}: cannot be read ({_summary(error)}); fetch it again")
 
 
 def _summary(error: Exception) -> str:
