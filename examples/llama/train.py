@@ -37,7 +37,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-from examples.llama import checkpoint, console, hosts, metrics, optimizers, sharding
+from examples.llama import checkpoint, console, hosts, metrics, optimizers, scores, sharding
 from examples.llama.config import PRESETS, LlamaConfig
 from examples.llama.console import print_error, print_warning, printable, say
 from examples.llama.data import Data, DataError, load
@@ -55,7 +55,6 @@ from examples.llama.options import (
 )
 from examples.llama.plot import plot
 from examples.llama.sample import sample
-from examples.llama.scores import scores
 
 FAILED = 3  # exit status of a host that failed or lost another
 
@@ -270,8 +269,8 @@ def make_functions(
         value, grads = accumulated(jax.value_and_grad(mean_loss), params, batch, layout)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
-        return params, opt_state, metrics | scores(opt_state)
+        now = {"loss": value, "grad_norm": optax.tree.norm(grads)}
+        return params, opt_state, now | scores.summary(opt_state)
 
     return init, train_step, jax.jit(loss, out_shardings=layout.replicated)
 

@@ -36,7 +36,7 @@ from examples.llama.folder import fresh_folder, write_settings
 from examples.llama.model import cross_entropy
 from examples.llama.options import SettingsError, jsonable
 from examples.llama.paths import by_path
-from examples.llama.scores import scores as summary_of_scores
+from examples.llama.scores import summary as summary_of_scores
 from examples.llama.train import draw, perplexity, rate_at
 from examples.nanomoe.config import PRESETS, NanoMoEConfig
 from examples.nanomoe.model import NanoMoE, count_parameters, router_loss

@@ -17,10 +17,10 @@ import optax
 from flax import nnx
 from jax import Array
 
+from examples.llama import scores
 from examples.llama.config import PRESETS, RECIPES, LlamaConfig, Recipe
 from examples.llama.data import Data, load
 from examples.llama.model import Llama, cross_entropy
-from examples.llama.scores import scores
 from examples.paper.arms import Arm
 from examples.paper.records import data_name
 
@@ -291,7 +291,7 @@ def outcome(
     diverged = not math.isfinite(valid_loss)
     valid_loss = math.inf if diverged else valid_loss
     last = float(np.mean(losses[-min(LAST, -(-steps // 10)) :]))
-    found = scores(opt_state)
+    found = scores.summary(opt_state)
     return {
         "valid_loss": valid_loss,
         "perplexity": math.inf if valid_loss > 700 else math.exp(valid_loss),

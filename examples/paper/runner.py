@@ -252,7 +252,7 @@ def find_devices() -> tuple[str, list[dict[str, str]]]:
 
     Another process looks, since JAX takes the memory of whatever it has seen.
     """
-    code = "import jax; say(jax.default_backend(), jax.local_device_count())"
+    code = "import jax; print(jax.default_backend(), jax.local_device_count())"
     answer = subprocess.check_output([sys.executable, "-c", code], text=True)
     platform, count = answer.split()[-2:]
     if platform != "gpu":  # one process: CPU runs share the cores anyway

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jax import Array
 
-from examples.llama.scores import scores as summary_of_scores
+from examples.llama.scores import summary
 from examples.paper.arms import Arm
 from examples.paper.vision.augment import crop_and_flip
 from examples.paper.vision.cifar import Labelled
@@ -116,7 +116,7 @@ class Trainer:
             losses.append(float(np.mean(jax.device_get(pending))))
             if not math.isfinite(losses[-1]):
                 break
-            if found := summary_of_scores(state.opt_state):
+            if found := summary(state.opt_state):
                 scores.append(float(found["alignment_mean"]))
         valid, test = (self.evaluate(state, part) for part in (self.data.valid, self.data.test))
         diverged = not (math.isfinite(losses[-1]) and math.isfinite(valid["loss"]))
