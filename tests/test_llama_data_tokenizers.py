@@ -7,7 +7,7 @@ import pytest
 from llama_sources import error_of, load, text_of, write_shard, write_tokens, write_words
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from examples.llama import data_stream
+from examples.llama import data_stream, train
 
 LETTERS = string.ascii_lowercase + string.digits
 
@@ -154,6 +154,21 @@ def test_a_panic_of_the_package_is_one_line(shards, charsmap, expected):
     settings["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
     path.write_text(json.dumps(settings))
     assert error_of(shards).startswith(f"{path}: {expected}")
+
+
+def test_a_prompt_that_cannot_be_encoded_is_refused_before_the_first_step(shards, capsys):
+    path = write_words(shards / "tokenizer.json", unk="[UNK]")
+    write_shard(shards / "a.json.gz", (f"w2 w3 w{i} " * 20 for i in range(2, 100)))
+    command = ["--preset", "tiny", "--data", str(shards), "--out", str(shards / "run")]
+    assert train.main([*command, "--steps", "1", "--prompt", "strange"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: --prompt 'strange': {path}: cannot encode the text")
+    assert not (shards / "run").exists()
+
+
+def test_of_a_prompt_unknown_characters_may_be_left_out(shards, tmp_path):
+    loaded = load(shards, tokenizer=bpe(tmp_path / "tokenizer.json"))
+    assert loaded.encode("DéF a1") == loaded.encode("a1") != []
 
 
 def test_ids_with_holes_are_fine_and_ids_beyond_all_measure_are_not(tmp_path):

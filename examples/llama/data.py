@@ -55,7 +55,8 @@ class Data:
             training ids and all held-out ids. Of a stream it covers the tokenizer, the name, size
             and end of each file (on the hub name and size), the training ids at the beginning (up
             to 1 million) and the held-out ids.
-        encode: Text to ids.
+        encode: Text to ids; of a prompt, a tokenizer without an unknown token may leave out what
+            it does not know.
         decode: Ids to text.
     """
 

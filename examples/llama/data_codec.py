@@ -33,6 +33,7 @@ class Codec:
         end_of_document: The id that closes every document.
         encode: Text to ids, without `end_of_document`.
         encode_many: The same for many texts at once.
+        require: Raises a `DataError` for text of which encoding would leave something out.
         decode: Ids to text; `end_of_document` is dropped.
     """
 
@@ -42,6 +43,7 @@ class Codec:
     end_of_document: int
     encode: Callable[[str], list[int]]
     encode_many: Callable[[Sequence[str]], Iterable[list[int]]]
+    require: Callable[[str], None]
     decode: Callable[[Sequence[int]], str]
 
     @property
@@ -51,13 +53,17 @@ class Codec:
 
     def encode_document(self, text: str) -> np.ndarray:
         """Returns the ids of `text` and `end_of_document`, (n,) uint16 or uint32."""
+        self.require(text)
         return np.array([*self.encode(text), self.end_of_document], self.dtype)
 
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
         """Returns the ids of all `texts`, each closed by `end_of_document`, as one flat array."""
         documents = [np.empty(0, self.dtype)]
         for start in range(0, len(texts), _AT_ONCE):
-            many = self.encode_many(texts[start : start + _AT_ONCE])
+            piece = texts[start : start + _AT_ONCE]
+            for text in piece:
+                self.require(text)
+            many = self.encode_many(piece)
             documents += (np.array([*ids, self.end_of_document], self.dtype) for ids in many)
         return np.concatenate(documents)
 
@@ -74,7 +80,19 @@ def byte_codec() -> Codec:
     def encode_many(texts: Sequence[str]) -> Iterable[list[int]]:
         return map(encode, texts)
 
-    return Codec("bytes", digest(["bytes"]), _BYTES + 1, _BYTES, encode, encode_many, decode)
+    def require(text: str) -> None:
+        """Accepts every text."""
+
+    return Codec(
+        name="bytes",
+        digest=digest(["bytes"]),
+        vocab_size=_BYTES + 1,
+        end_of_document=_BYTES,
+        encode=encode,
+        encode_many=encode_many,
+        require=require,
+        decode=decode,
+    )
 
 
 def tokenizer_codec(path: Path) -> Codec:
@@ -89,7 +107,7 @@ def tokenizer_codec(path: Path) -> Codec:
     Raises:
         DataError: If the file is missing or damaged, has no end-of-text token, or the
             `tokenizers` package is not installed. The codec raises it for text that the tokenizer
-            cannot encode, or would leave out in part.
+            cannot encode.
     """
     try:
         from tokenizers import Tokenizer
@@ -123,31 +141,36 @@ def tokenizer_codec(path: Path) -> Codec:
     end = next((vocabulary[token] for token in _END_OF_TEXT if token in vocabulary), None)
     if end is None:
         raise DataError(f"{path}: no end-of-text token; add one of {', '.join(_END_OF_TEXT)}")
-    require_spelling = Spelling(tokenizer, path).require
-
-    def prepare(text: str) -> str:
-        sound = _sound(text)
-        require_spelling(sound)
-        return sound
-
+    spelling = Spelling(tokenizer, path)
     refusal = f"{path}: cannot encode the text with it, use one that knows all of it"
 
     def encode(text: str) -> list[int]:
         with _errors_of_the_package(refusal):
-            return tokenizer.encode(prepare(text), add_special_tokens=False).ids
+            return tokenizer.encode(_sound(text), add_special_tokens=False).ids
 
     def encode_many(texts: Sequence[str]) -> Iterable[list[int]]:
         with _errors_of_the_package(refusal):
-            prepared = [prepare(text) for text in texts]
-            encoded = tokenizer.encode_batch_fast(prepared, add_special_tokens=False)
+            sound = [_sound(text) for text in texts]
+            encoded = tokenizer.encode_batch_fast(sound, add_special_tokens=False)
         return (one.ids for one in encoded)
+
+    def require(text: str) -> None:
+        with _errors_of_the_package(refusal):
+            spelling.require(_sound(text))
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode([int(i) for i in ids])
 
-    name = f"{path.name} of {size:,} ids" + "".join(f", without its {name}" for name in sampling)
-    identity = digest([_canonical(settings)])
-    return Codec(name, identity, size, end, encode, encode_many, decode)
+    return Codec(
+        name=f"{path.name} of {size:,} ids" + "".join(f", without its {one}" for one in sampling),
+        digest=digest([_canonical(settings)]),
+        vocab_size=size,
+        end_of_document=end,
+        encode=encode,
+        encode_many=encode_many,
+        require=require,
+        decode=decode,
+    )
 
 
 @contextlib.contextmanager

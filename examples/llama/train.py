@@ -95,6 +95,10 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
             process_count=shares,
         )
         valid_batches = sum(1 for _ in data.valid())
+        try:
+            data.encode(args.prompt)  # as after the last step
+        except DataError as error:
+            raise SettingsError(f"--prompt {args.prompt!r}: {error}") from None
     settings = configuration(args) | {"data digest": data.digest}
     hosts.require_same(settings)
     config = model_config(args, data.vocab_size)
