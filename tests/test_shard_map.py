@@ -87,7 +87,7 @@ def test_experts_keep_their_own_coins_and_scores(check_vma):
     tx = with_magma(
         optax.adam(1e-2), axis_name="tensor", blocks=stacked(0, axis_name="fsdp")
     )  # fmt: skip
-    scores = {"moe/experts": P("fsdp")}
+    scores = {"moe": {"experts": P("fsdp")}}
     run = sharded_run(tx, make_mesh(), only(SPECS, ["moe"]), scores, check_vma=check_vma)
     whole = with_magma(optax.adam(1e-2), blocks=stacked(0))
     assert_same_run(run, alone(whole, [only(g, ["moe"]) for g in GRADS], only(PARAMS, ["moe"])))

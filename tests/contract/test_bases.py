@@ -28,7 +28,9 @@ def test_masks_scales_and_leaves_the_base_alone(form, base_name, base):
     expected, base_states = bare_steps(base_name, STEPS)
     # Fused differently, the base's own arithmetic may differ in the last bits.
     chex.assert_trees_all_close(form.base_state(states), base_states, rtol=2e-5, atol=1e-7)
-    scores = form.state(states).alignment or dict.fromkeys(by_path(PARAMS), np.full(STEPS, 2.0))
+    scores = by_path(form.state(states).alignment) or dict.fromkeys(
+        by_path(PARAMS), np.full(STEPS, 2.0)
+    )
     alive = []
     for path, update in by_path(updates).items():
         for n in range(STEPS):

@@ -87,7 +87,7 @@ def test_containers_come_back_and_every_float_leaf_is_a_block(form, name):
         assert not np.any(leaf) or np.all(leaf)
     blocks = [leaf for leaf in jax.tree.leaves(params) if leaf.size]
     if form.name != "skip_update":
-        assert len(form.state(state).alignment) == len(blocks)
+        assert len(jax.tree.leaves(form.state(state).alignment)) == len(blocks)
 
 
 def test_integer_and_boolean_leaves_pass_through(form):
@@ -139,7 +139,7 @@ def test_narrow_and_wide_floats(form, dtype):
             updates, state = tx.update(params, state, params, grad=params)
         assert updates["w"].dtype == dtype
         chex.assert_tree_all_finite(jax.tree.map(lambda x: x.astype(jnp.float32), updates))
-        assert all(0.5 <= score < 0.63 for score in state.alignment.values())
+        assert all(0.5 <= score < 0.63 for score in jax.tree.leaves(state.alignment))
 
 
 def test_grad_in_another_container_is_matched_by_path(form):
@@ -167,7 +167,7 @@ def test_linen_boxes_name_leaves_as_the_bare_arrays_do(form):
     chex.assert_trees_all_equal(nn.unbox(updates), expected)
     assert updates["dense"]["kernel"].names == ("x", None)
     if form.name != "skip_update":
-        assert list(tx.init(boxed).alignment) == ["dense/kernel"]
+        assert list(tx.init(boxed).alignment["dense"]) == ["kernel"]
 
 
 def test_equinox_modules_with_other_leaves_filtered_out(form):
@@ -192,7 +192,7 @@ def test_equinox_modules_with_other_leaves_filtered_out(form):
         values.append(float(value))
     assert values[-1] < 0.6 * values[0]
     if form.name != "skip_update":
-        assert "layers/0/weight" in form.state(state).alignment
+        assert "weight" in form.state(state).alignment["layers"]["0"]
 
 
 def test_two_thousand_leaves(form):

@@ -103,7 +103,10 @@ class TestMasked:
         whole, _ = run(form.wrap(adam(), key=4))
         chex.assert_trees_all_close(updates["attn"], whole["attn"], rtol=1e-5)
         if form.name != "skip_update":
-            assert sorted(magma_states(state)[0].alignment) == sorted(INSIDE)
+            assert jax.tree.map(jnp.shape, magma_states(state)[0].alignment) == {
+                "attn": {"kernel": ()},
+                "mlp": {"1": {"bias": ()}},
+            }
 
     def test_masks_within(self):
         tx = with_magma(optax.masked(adam(), MASK), key=4)
@@ -347,7 +350,7 @@ class TestRearrangedUpdates:
         tx = optax.contrib.split_real_and_imaginary(with_magma(adam()))
         updates, state = tx.update(params, tx.init(params), params)
         assert updates["z"].dtype == jnp.complex64
-        assert sorted(magma_states(state)[0].alignment) == ["z/imaginary", "z/real"]
+        assert sorted(magma_states(state)[0].alignment["z"]) == ["imaginary", "real"]
         link = optax.contrib.split_real_and_imaginary(optax.chain(adam(), magma()))
         with pytest.warns(UserWarning, match=r"with_magma\(base\)"):
             link.update(params, link.init(params), params)
@@ -393,7 +396,8 @@ def test_clipping_before_the_base_as_documented():
     own = with_magma(clipped, key=4, first_moment="own")
     scores = [magma_states(run(tx, steps=6)[1])[0].alignment for tx in (raw, wrapped, own)]
     chex.assert_trees_all_close(scores[0], scores[2], rtol=1e-6)
-    assert abs(scores[0]["attn/kernel"] - scores[1]["attn/kernel"]) > 1e-5
+    first, second = (score["attn"]["kernel"] for score in scores[:2])
+    assert abs(first - second) > 1e-5
 
 
 def test_two_magmas_in_one_chain_are_independent():
