@@ -273,6 +273,15 @@ def error(capsys, argv):
         ("--distributed --out run", "--distributed: "),
         ("--resume", "--resume needs --out"),
         ("--data missing.txt", "missing.txt"),
+        ("--survival-prob 0.5", "--survival-prob 0.5 needs --magma or --skip-update"),
+        ("--mask-key 1", "--mask-key 1 needs --magma or --skip-update"),
+        ("--temperature 2", "--temperature 2.0 needs --magma"),
+        ("--skip-update --temperature 2", "--temperature 2.0 needs --magma"),
+        ("--skip-update --survival-prob alignment", "needs --magma"),
+        ("--out gs://bucket/run", "'gs://bucket/run' is an address; only local folders"),
+        ("--out s3://bucket/run --resume", "'s3://bucket/run' is an address"),
+        ("--out file:///tmp/run", "mount the bucket"),
+        ("--out=", "'' is no path"),
     ],
 )
 def test_wrong_options_are_one_line(capsys, tmp_path, monkeypatch, wrong, message):
@@ -287,6 +296,24 @@ def test_unusable_text_is_one_line(capsys, tmp_path, text):
     path.write_text(text)
     assert "text.txt" in error(capsys, options(path, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_optimizer_its_rate_and_what_is_masked_are_told(capsys, corpus, tmp_path):
+    told = {
+        "--magma": "adam with Magma, peak learning rate 0.003 (the default with --magma; 0.001 "
+        "without): 0 steps of linear warm-up, then a cosine to a tenth at step 1\n"
+        "masked: 14 of 21 leaves in 14 blocks, 60.2 % of 41,696 parameters\n",
+        "--skip-update --scan-layers": "adam with SkipUpdate, peak learning rate 0.001: 0 steps of "
+        "linear warm-up, then a cosine to a tenth at step 1\n"
+        "masked: 7 of 12 leaves in 14 blocks, 60.2 % of 41,696 parameters\n",
+        "": "adam, peak learning rate 0.001: 0 steps of linear warm-up, then a cosine to a tenth "
+        "at step 1\nmasked: nothing\n",
+    }
+    for number, (masking, expected) in enumerate(told.items()):
+        argv = ["--preset", "tiny", "--batch-size", "8", "--seq-len", "16", "--steps", "1"]
+        argv += [*masking.split(), "--data", str(corpus), "--out", str(tmp_path / str(number))]
+        assert train.main(argv) == 0
+        assert expected in capsys.readouterr().out
 
 
 def test_a_folder_with_a_run_is_not_written_over(capsys, finished, corpus):
@@ -341,6 +368,10 @@ def test_scores_are_in_layer_order():
     assert metrics.by_layer(separate) == {"mlp/up_proj/kernel": [0, 1, 2, 3, 10, 11]}
     scanned = {"layers/mlp/up_proj/kernel": np.arange(3.0)}
     assert metrics.by_layer(scanned) == {"mlp/up_proj/kernel": [0, 1, 2]}
+    nested = {"layers": {str(i): {"mlp": {"kernel": np.float32(i)}} for i in (0, 1, 10, 2)}}
+    assert metrics.by_layer(nested) == {"mlp/kernel": [0, 1, 2, 10]}
+    nested = {"layers": {"mlp": {"kernel": np.arange(3.0)}}}
+    assert metrics.by_layer(nested) == {"mlp/kernel": [0, 1, 2]}
 
 
 # ---------------------------------------------------------------------------------------------

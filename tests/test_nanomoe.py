@@ -547,6 +547,10 @@ def error(capsys, argv):
         ("--learning-rate 0", "must be more than 0.0"),
         ("--magm", "unrecognized arguments: --magm"),
         ("--data missing.txt", "missing.txt"),
+        ("--survival-prob 0.5", "--survival-prob 0.5 needs --magma"),
+        ("--temperature 2", "--temperature 2.0 needs --magma"),
+        ("--mask-key 1", "--mask-key 1 needs --magma"),
+        ("--out gs://bucket/run", "'gs://bucket/run' is an address"),
     ],
 )
 def test_wrong_options_are_one_line(capsys, tmp_path, monkeypatch, wrong, message):

@@ -149,6 +149,8 @@ DRAW = lt.draw
         ("--arms sgd", "invalid choice: 'sgd'"),
         ("--arms constant --out no/such/file", "constant needs the record of magma first"),
         ("--plot --out no/such/file", "no records in no/such/file"),
+        ("--full --seeds 3", "--seeds does nothing beside --full"),
+        ("--images figures", "--images does nothing without --plot"),
     ],
 )
 def test_a_wrong_option_is_one_line(options, message, capsys):

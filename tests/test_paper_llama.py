@@ -657,6 +657,8 @@ def test_an_unknown_arm_is_refused_by_name():
         ("--centre adam=x", "--centre: 'x' is not a number"),
         ("--reach 0.5", "--reach: must be at least 1"),
         ("--time-limit -1", "--time-limit: must be at least 0"),
+        ("--fixed-rate 0.1 --reach 2", "--reach does nothing beside --fixed-rate"),
+        ("--out gs://bucket/records", "'gs://bucket/records' is an address"),
         ("--arms adm", "no arm 'adm'; there are adam, "),
         ("--arms adam --centre adm=1", "no arm 'adm'; there are adam, "),
     ],

@@ -119,6 +119,9 @@ def test_the_command_records_skips_what_is_recorded_and_draws(tmp_path, capsys):
         ("--lowest-rate 0", "must be more than 0"),
         ("--lowest-rate 2 --highest-rate 1", "--lowest-rate 2.0 must be below 1.0"),
         ("--plot --out no/such/file", "no records in no/such/file"),
+        ("--full --steps 25", "--steps does nothing beside --full"),
+        ("--images figures", "--images does nothing without --plot"),
+        ("--out s3://bucket/records", "'s3://bucket/records' is an address"),
     ],
 )
 def test_a_wrong_option_is_one_line(options, message, capsys):

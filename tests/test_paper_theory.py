@@ -195,6 +195,7 @@ def test_the_command_records_skips_what_is_recorded_and_draws(tmp_path, capsys, 
         ("--width 10", "--width must be a multiple of 4, got 10"),
         ("--survival-probs 0", "must be more than 0"),
         ("--plot --out no/such/file", "no records in no/such/file"),
+        ("--images figures", "--images does nothing without --plot"),
     ],
 )
 def test_a_wrong_option_is_one_line(options, message, capsys):
