@@ -24,14 +24,16 @@ SHARE = Score(
     ),
 )
 FORMS = {
-    "magma": lambda **kw: optax.chain(optax.adam(0.1), magma(score=SHARE, **kw)),
-    "with_magma(adam)": lambda **kw: with_magma(optax.adam(0.1), score=SHARE, **kw),
-    "with_magma(own)": lambda **kw: with_magma(
-        optax.adam(0.1), score=SHARE, first_moment="own", **kw
+    "magma": lambda score=SHARE, **kw: optax.chain(optax.adam(0.1), magma(score=score, **kw)),
+    "with_magma(adam)": lambda score=SHARE, **kw: with_magma(optax.adam(0.1), score=score, **kw),
+    "with_magma(own)": lambda score=SHARE, **kw: with_magma(
+        optax.adam(0.1), score=score, first_moment="own", **kw
     ),
-    "with_magma(rmsprop)": lambda **kw: with_magma(optax.rmsprop(0.1), score=SHARE, **kw),
-    "with_magma(function)": lambda **kw: with_magma(
-        optax.adam(0.1), score=SHARE, first_moment=lambda state: state[0].mu, **kw
+    "with_magma(rmsprop)": lambda score=SHARE, **kw: with_magma(
+        optax.rmsprop(0.1), score=score, **kw
+    ),
+    "with_magma(function)": lambda score=SHARE, **kw: with_magma(
+        optax.adam(0.1), score=score, first_moment=lambda state: state[0].mu, **kw
     ),
 }
 
@@ -69,6 +71,22 @@ def test_a_score_of_mu_g_and_the_moment_before(form):
     chex.assert_trees_all_close(run(FORMS[form]()), by_hand(), rtol=1e-5)
     cut = run(FORMS[form](blocks=lambda path, leaf: 0 if leaf.ndim > 2 else (), temperature=1.5))
     chex.assert_trees_all_close(cut, by_hand(1.5, axes=(0,)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("gradients", ["bfloat16", "float32"])
+@pytest.mark.parametrize("form", FORMS)
+def test_it_sees_float32_whatever_the_parameters_are(form, gradients):
+    seen = set()
+
+    def products(mu, g, previous_mu):
+        seen.update(x.dtype.name for x in (mu, g, previous_mu))
+        return (g,)
+
+    tx = FORMS[form](score=Score(products, lambda sums, tau: sums[0] / tau))
+    params = optax.tree.cast(PARAMS, jnp.bfloat16)
+    grads = optax.tree.cast(GRADS[0], gradients)
+    tx.update(grads, tx.init(params), params, grad=grads)
+    assert seen == {"float32"}
 
 
 @pytest.mark.parametrize("form", ["magma", "with_magma(adam)"])

@@ -39,16 +39,17 @@ class Moments(NamedTuple):
 class Score(NamedTuple):
     """How the raw score s~_t of a block follows from mu_t, g_t and mu_{t-1}.
 
-    It has two parts, so that the sums of all blocks cross a mesh in one collective. Magma's own::
+    It has two parts, so that the sums of all blocks cross a mesh in one collective. Magma's own,
+    where nothing is complex::
 
         Score(
             products=lambda mu, g, previous_mu: (mu * g, mu * mu, g * g),
-            of_sums=lambda sums, tau: jax.nn.sigmoid(cossim(*sums) / tau),
+            of_sums=lambda sums, tau: jax.nn.sigmoid(cossim(sums) / tau),
         )
 
     Attributes:
       products: (mu, g, previous mu) -> arrays of their shape, which are summed over each block. The
-        three are arrays of one shape, of the dtypes that base and gradients have.
+        three are arrays of one shape and one dtype, float32 at least.
       of_sums: (sums, tau) -> s~, float32, of the shape of each sum: the block's. Where it is NaN
         the block keeps its score.
     """
@@ -59,7 +60,6 @@ class Score(NamedTuple):
 
 def _cosine_products(mu: jax.Array, g: jax.Array, previous_mu: jax.Array) -> Sums:
     del previous_mu
-    mu, g = widen_together(mu, g)
     return inner(mu, g), inner(mu, mu), inner(g, g)
 
 
@@ -120,7 +120,7 @@ def block_sums(options: Options, cuts: dict[str, Cut], moments: Moments) -> dict
     """Sum the products of the score over every block, and over the devices that share it."""
     sums = {}
     for path, cut in cuts.items():
-        products = options.score.products(*(leaves[path] for leaves in moments))
+        products = options.score.products(*widen_together(*(leaves[path] for leaves in moments)))
         sums[path] = tuple(cut.sum(product) for product in products)
     return sum_over_mesh(sums, cuts, options.axis_name)
 

@@ -1,5 +1,6 @@
 """Precision: float32 at least, whatever the parameters are, and no promotion left to JAX."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,10 +13,11 @@ def widen(x: jax.Array) -> jax.Array:
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
-def widen_together(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cast both to the dtype that holds either, float32 at least."""
-    dtype = np.promote_types(widen(x).dtype, widen(y).dtype)  # NumPy's is never strict.
-    return x.astype(dtype), y.astype(dtype)
+def widen_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Cast all to the dtype that holds each, float32 at least."""
+    dtypes = [widen(x).dtype for x in arrays]
+    dtype = functools.reduce(np.promote_types, dtypes)  # NumPy's promotion is never strict.
+    return tuple(x.astype(dtype) for x in arrays)
 
 
 def mix(a: Any, x: jax.Array, b: Any, y: jax.Array) -> jax.Array:
