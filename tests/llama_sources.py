@@ -27,6 +27,12 @@ def text_of(i, words=40):
     return " ".join(f"d{i}w{j}" for j in range(words))
 
 
+def write_text(folder):
+    """Writes 40 documents, a file each."""
+    for i in range(40):
+        (folder / f"{i}.md").write_text(text_of(i))
+
+
 def lines_of(texts):
     return "".join(json.dumps({"text": text, "url": "https://a.b"}) + "\n" for text in texts)
 

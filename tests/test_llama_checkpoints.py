@@ -6,32 +6,15 @@ import os
 import random
 import shutil
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from llama_place import Place
 
 from examples.llama import checkpoint, folder, metrics, train
 from examples.llama.options import SettingsError
 from examples.llama.paths import by_path
-
-
-class Place(grain.DatasetIterator):
-    """A data iterator, as far as checkpoints look at it."""
-
-    def __init__(self, **state):
-        super().__init__()
-        self.state = state
-
-    def __next__(self):
-        raise StopIteration
-
-    def get_state(self):
-        return self.state
-
-    def set_state(self, state):
-        self.state = state
 
 
 def tree(step):

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llama_sources import error_of, load, text_of, write_shard, write_tokens, write_words
+from llama_sources import (
+    error_of,
+    load,
+    text_of,
+    write_shard,
+    write_text,
+    write_tokens,
+    write_words,
+)
 
 from examples.llama import data_stream
 
@@ -20,11 +28,6 @@ ROOT = Path(__file__).parents[1]
 
 def digest(path, **kwargs):
     return load(path, **kwargs).digest
-
-
-def write_text(folder):
-    for i in range(40):
-        (folder / f"{i}.md").write_text(text_of(i))
 
 
 def write_shards(folder):

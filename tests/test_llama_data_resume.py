@@ -5,14 +5,9 @@ import json
 
 import numpy as np
 import pytest
-from llama_sources import load, text_of, write_shard, write_tokens
+from llama_sources import load, text_of, write_shard, write_text, write_tokens
 
 from examples.llama import data, data_stream
-
-
-def write_text(folder):
-    for i in range(40):
-        (folder / f"{i}.md").write_text(text_of(i))
 
 
 def write_shards(folder):

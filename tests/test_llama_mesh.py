@@ -4,7 +4,6 @@ import itertools
 import re
 import warnings
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +11,13 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from llama_place import Place
 
 from examples.llama import checkpoint, sharding, train
 from examples.llama.config import LlamaConfig
 from examples.llama.optimizers import LEARNING_RATES, OptimizerConfig, build
 from examples.llama.options import whole_mesh
+from examples.llama.paths import by_path
 from magma_optax import MagmaState
 
 SEED = 0
@@ -43,13 +44,6 @@ def optimizer(name="rmsprop", masking="magma", scan_layers=False):
 
 def sizes(data=1, fsdp=1, tensor=1):
     return {"data": data, "fsdp": fsdp, "tensor": tensor}
-
-
-def by_path(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
 
 
 def layout_of(mesh, config, tx):
@@ -294,23 +288,6 @@ def test_data_takes_the_devices_that_are_left():
     assert whole_mesh({}, 8) == sizes(data=8)
     assert whole_mesh({"tensor": 2}, 8) == sizes(data=4, tensor=2)
     assert whole_mesh({"data": 1, "fsdp": 8}, 8) == sizes(fsdp=8)
-
-
-class Place(grain.DatasetIterator):
-    """A data iterator, as far as checkpoints look at it."""
-
-    def __init__(self, **state):
-        super().__init__()
-        self.state = state
-
-    def __next__(self):
-        raise StopIteration
-
-    def get_state(self):
-        return self.state
-
-    def set_state(self, state):
-        self.state = state
 
 
 @pytest.mark.parametrize("memory", [True, False])

@@ -21,8 +21,10 @@ from flax import nnx
 
 from examples.llama import checkpoint, metrics, train
 from examples.llama.config import LlamaConfig
+from examples.llama.folder import fresh_folder
 from examples.llama.model import Llama, cross_entropy
 from examples.llama.optimizers import LEARNING_RATES, OptimizerConfig, build, direction, schedule
+from examples.llama.paths import by_path
 from magma_optax import attention_and_mlp
 
 ROOT = Path(__file__).parents[1]
@@ -42,13 +44,6 @@ def tiny(scan_layers):
 def settings(name="adam", **changes):
     defaults = {"name": name, "learning_rate": 0.01, "steps": 10, "warmup": 0}
     return OptimizerConfig(**defaults | changes)
-
-
-def by_path(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +347,7 @@ def test_output_under_a_file_is_one_line(capsys, corpus):
 
 
 def test_fresh_folders_are_numbered(tmp_path):
-    folders = [train.fresh_folder(tmp_path / "runs", "llama") for _ in range(3)]
+    folders = [fresh_folder(tmp_path / "runs", "llama") for _ in range(3)]
     assert [folder.name for folder in folders] == ["llama-1", "llama-2", "llama-3"]
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 from examples.llama import metrics
 from examples.llama.data import load
 from examples.llama.optimizers import OptimizerConfig, assemble
+from examples.llama.paths import by_path
 from examples.nanomoe import train
 from examples.nanomoe.config import PRESETS, NanoMoEConfig
 from examples.nanomoe.model import (
@@ -39,13 +40,6 @@ def make(config=CONFIG, seed=0):
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: NanoMoE(config, rngs=nnx.Rngs(seed))))
     init = jax.jit(lambda: nnx.to_pure_dict(nnx.state(NanoMoE(config, rngs=nnx.Rngs(seed)))))
     return graphdef, init()
-
-
-def by_path(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
 
 
 def louder(params, factor=5.0):

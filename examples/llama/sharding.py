@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from examples.llama.config import LlamaConfig
+from examples.llama.paths import path_string
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # the mesh axes over which the rows of a batch are spread
@@ -114,7 +115,7 @@ def parameter_spec(
         config: Says how many heads there are: a head is never cut.
         mesh: The devices.
     """
-    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    names = path_string(path).split("/")
     dimensions = DIMENSIONS.get("/".join(names[-2:]), ())
     axes: list[str | None] = [None] * (len(shape) - len(dimensions))
     for name, size in zip(dimensions, shape[len(axes) :], strict=True):

@@ -42,7 +42,6 @@ from examples.llama.config import PRESETS, LlamaConfig
 from examples.llama.console import print_error, print_warning, printable, say
 from examples.llama.data import Data, DataError, load
 from examples.llama.folder import claim, resume_command, write_settings
-from examples.llama.folder import fresh_folder as fresh_folder
 from examples.llama.model import Llama, cross_entropy
 from examples.llama.options import (
     SettingsError,
