@@ -19,7 +19,8 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from examples.llama import checkpoint, train
+from examples.kit import checkpoint
+from examples.llama import train
 
 FOLDER, DIE_AT, ARGV = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 CHECKPOINTS = Path(ARGV[ARGV.index("--out") + 1]) / "checkpoints"

@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from examples.llama import checkpoint, hosts, metrics, train
+from examples.kit import checkpoint, hosts, metrics
+from examples.llama import train
 
 ADDRESS, NUMBER, FOLDER, CORPUS = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 RUN = FOLDER / "run"

@@ -11,7 +11,7 @@ import os
 import numpy as np
 import pytest
 
-from examples.llama import data
+from examples.kit.data import load as data
 
 SEQ_LEN = 16
 BATCH_SIZE = 4

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from llama_place import Place
 
-from examples.llama import checkpoint, folder, metrics, train
-from examples.llama.options import SettingsError
-from examples.llama.paths import by_path
+from examples.kit import checkpoint, folder, metrics
+from examples.kit.options import SettingsError
+from examples.kit.paths import by_path
+from examples.llama import train
 
 
 def tree(step):

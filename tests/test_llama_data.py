@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from llama_sources import BATCH_SIZE, SEQ_LEN, error_of, load, text_of, write_shard
 
-from examples.llama import data, data_stream
-from examples.llama.data_text import hold_out, split_docstrings
+from examples.kit.data import load as data
+from examples.kit.data import stream as data_stream
+from examples.kit.data.text import hold_out, split_docstrings
 
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus"
 SMALL = ["text", "tokens", "shards", "shards_held_out", "hub_json", "hub_parquet"]

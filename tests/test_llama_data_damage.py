@@ -11,7 +11,7 @@ import pytest
 from llama_sources import error_of, fail_to_read, lines_of, load, read, text_of, write_shard
 from llama_sources import write_tokens as write_token_files
 
-from examples.llama import data_shards
+from examples.kit.data import shards as data_shards
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
 PAGE = b"<!DOCTYPE html>\n<html><body>429 Too Many Requests</body></html>\n"

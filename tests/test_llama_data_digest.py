@@ -21,7 +21,7 @@ from llama_sources import (
     write_words,
 )
 
-from examples.llama import data_stream
+from examples.kit.data import stream as data_stream
 
 ROOT = Path(__file__).parents[1]
 

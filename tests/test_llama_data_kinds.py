@@ -10,7 +10,7 @@ import zipfile
 import pytest
 from llama_sources import error_of, lines_of, load, read, text_of, write_shard
 
-from examples.llama import data_stream
+from examples.kit.data import stream as data_stream
 
 PROSE = "Some words of good text, as many as are needed. " * 200
 NOISE = random.Random(0).randbytes(100_000)

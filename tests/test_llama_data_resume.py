@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from llama_sources import load, text_of, write_shard, write_text, write_tokens
 
-from examples.llama import data, data_stream
+from examples.kit.data import load as data
+from examples.kit.data import stream as data_stream
 
 
 def write_shards(folder):

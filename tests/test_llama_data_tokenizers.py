@@ -7,7 +7,8 @@ import pytest
 from llama_sources import error_of, load, text_of, write_shard, write_tokens, write_words
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from examples.llama import data_stream, train
+from examples.kit.data import stream as data_stream
+from examples.llama import train
 
 LETTERS = string.ascii_lowercase + string.digits
 

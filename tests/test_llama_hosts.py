@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.llama.data import load
+from examples.kit.data.load import load
 from magma_optax import attention_and_mlp
 
 ROOT = Path(__file__).parents[1]

@@ -13,11 +13,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from llama_place import Place
 
-from examples.llama import checkpoint, sharding, train
+from examples.kit import checkpoint
+from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig, build
+from examples.kit.paths import by_path
+from examples.llama import sharding, train
 from examples.llama.config import LlamaConfig
-from examples.llama.optimizers import LEARNING_RATES, OptimizerConfig, build
 from examples.llama.options import whole_mesh
-from examples.llama.paths import by_path
 from magma_optax import MagmaState
 
 SEED = 0

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from examples.kit.loss import cross_entropy
 from examples.llama.config import PRESETS, LlamaConfig
-from examples.llama.model import Llama, cross_entropy
+from examples.llama.model import Llama
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=44, num_heads=4, num_layers=3)
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 11))  # (B, T)

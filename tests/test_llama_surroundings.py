@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.llama import console, interrupts, metrics, train
+from examples.kit import console, interrupts, metrics
+from examples.llama import train
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = [
@@ -81,7 +82,7 @@ def test_every_program_is_imported_and_draws_under_any_backend(tmp_path):
 import importlib, os, warnings
 for program in {PROGRAMS}:
     importlib.import_module("examples." + program)
-from examples.llama.figure import Figure
+from examples.kit.figure import Figure
 Figure().savefig({str(tmp_path / "figure.png")!r})
 assert os.environ["MPLBACKEND"] == "module://of.a.notebook"
 """
@@ -91,7 +92,7 @@ assert os.environ["MPLBACKEND"] == "module://of.a.notebook"
 
 
 def test_a_backend_that_is_there_stays_the_one_of_other_figures():
-    code = "import examples.llama.plot, matplotlib; print(matplotlib.rcParams['backend'])"
+    code = "import examples.kit.plot, matplotlib; print(matplotlib.rcParams['backend'])"
     env = os.environ | {"MPLBACKEND": "svg"}
     shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
     assert shown.strip() == "svg"
@@ -220,7 +221,7 @@ def test_ctrl_c_during_imports_is_one_line(tmp_path, program):
 def test_a_second_ctrl_c_ends_at_once_also_inside_a_library():
     code = """
 import ctypes, time
-from examples.llama import interrupts
+from examples.kit import interrupts
 interrupts.end_at_once()
 with interrupts.StopSignal(lambda: "steps after 40 are lost") as stop:
     print("running", flush=True)

@@ -19,12 +19,14 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from examples.llama import checkpoint, metrics, train
+from examples.kit import checkpoint, metrics
+from examples.kit.folder import fresh_folder
+from examples.kit.loss import cross_entropy
+from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig, build, direction, schedule
+from examples.kit.paths import by_path
+from examples.llama import train
 from examples.llama.config import LlamaConfig
-from examples.llama.folder import fresh_folder
-from examples.llama.model import Llama, cross_entropy
-from examples.llama.optimizers import LEARNING_RATES, OptimizerConfig, build, direction, schedule
-from examples.llama.paths import by_path
+from examples.llama.model import Llama
 from magma_optax import attention_and_mlp
 
 ROOT = Path(__file__).parents[1]

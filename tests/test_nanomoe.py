@@ -13,10 +13,10 @@ import optax
 import pytest
 from flax import nnx
 
-from examples.llama import metrics
-from examples.llama.data import load
-from examples.llama.optimizers import OptimizerConfig, assemble
-from examples.llama.paths import by_path
+from examples.kit import metrics
+from examples.kit.data.load import load
+from examples.kit.optimizers import OptimizerConfig, assemble
+from examples.kit.paths import by_path
 from examples.nanomoe import train
 from examples.nanomoe.config import PRESETS, NanoMoEConfig
 from examples.nanomoe.model import (

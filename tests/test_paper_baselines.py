@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from examples.llama.optimizers import direction
+from examples.kit.optimizers import direction
 from examples.paper.baselines.apollo import projections, scale_by_apollo, scale_by_apollo_mini
 from examples.paper.baselines.c_adam import scale_by_c_adam
 from examples.paper.baselines.controls import constant, constant_times_mask, damping_only

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from examples.kit import records
 from examples.paper import linear_transformer as lt
-from examples.paper import records
 
 LOSS_AND_GRADIENT = jax.jit(jax.value_and_grad(lt.loss))
 

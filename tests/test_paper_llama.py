@@ -22,9 +22,11 @@ import pytest
 from flax import nnx
 from matplotlib.figure import Figure
 
+from examples.kit import records
+from examples.kit.loss import cross_entropy
 from examples.llama.config import LlamaConfig
-from examples.llama.model import Llama, cross_entropy
-from examples.paper import llama_c4, llama_report, llama_run, records, runner
+from examples.llama.model import Llama
+from examples.paper import llama_c4, llama_report, llama_run, runner
 from examples.paper.ablations import ABLATIONS, SETS
 from examples.paper.arms import ARMS
 from examples.paper.baselines.matrices import select as matrices

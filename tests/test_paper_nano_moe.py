@@ -14,12 +14,12 @@ import optax
 import pytest
 from flax import nnx
 
-from examples.llama import optimizers
-from examples.llama.optimizers import OptimizerConfig
+from examples.kit import optimizers, records
+from examples.kit.optimizers import OptimizerConfig
 from examples.nanomoe.config import PRESETS, RECIPES
 from examples.nanomoe.model import NanoMoE
 from examples.nanomoe.train import expert_axis, matrices
-from examples.paper import in_process, llama_report, nano_moe, records
+from examples.paper import in_process, llama_report, nano_moe
 from examples.paper.arms import MEAN_MULTIPLIER
 from examples.paper.nano_moe import ARMS, CENTRE
 from examples.paper.nano_moe_run import Task, Trainer

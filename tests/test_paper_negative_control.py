@@ -14,8 +14,9 @@ import optax
 import pytest
 from flax import nnx
 
-from examples.llama.data_error import DataError
-from examples.paper import negative_control, negative_control_report, records
+from examples.kit import records
+from examples.kit.data.error import DataError
+from examples.paper import negative_control, negative_control_report
 from examples.paper.negative_control import ARMS, kernels
 from examples.paper.vision import cifar, images, train
 from examples.paper.vision.augment import PAD, crop_and_flip

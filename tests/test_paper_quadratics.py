@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.paper import quadratics, records
+from examples.kit import records
+from examples.paper import RESULTS, quadratics
 from examples.paper.quadratics import EIGENVALUES
 
 every_case = pytest.mark.parametrize("case", EIGENVALUES)
@@ -134,7 +135,7 @@ def test_a_wrong_option_is_one_line(options, message, capsys):
 
 
 def test_the_committed_records_are_whole_and_small():
-    path = records.RESULTS / "quadratics.jsonl"
+    path = RESULTS / "quadratics.jsonl"
     assert path.stat().st_size < 200_000
     done = records.read(path)
     names = ("case", "rows", "schedule", "steps", "betas")

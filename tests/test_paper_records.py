@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from examples.paper import records
+from examples.kit import records
 
 
 def test_a_record_comes_back_with_its_provenance(tmp_path):

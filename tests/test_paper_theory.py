@@ -7,9 +7,11 @@ import optax
 import pytest
 from flax import nnx
 
+from examples.kit import records
+from examples.kit.loss import cross_entropy
 from examples.llama.config import LlamaConfig
-from examples.llama.model import Llama, cross_entropy
-from examples.paper import records, theory
+from examples.llama.model import Llama
+from examples.paper import theory
 from magma_optax import with_magma
 
 BLOCKS = ("a", "b", "c")

@@ -7,7 +7,7 @@ Every number is a ratio to the bare base in the same process; arms take turns, a
 several rounds counts. Prints Markdown tables and appends each row to `--out` as a line of JSON.
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -28,14 +28,14 @@ import optax
 
 from examples.benchmark.peers import rollfast_arms, torch_times
 from examples.benchmark.timing import Arm, compile_step, in_turns
+from examples.kit.console import say
+from examples.kit.optimizers import direction
+from examples.kit.options import Parser, local_path, whole
+from examples.kit.records import append
 from examples.llama import sharding
 from examples.llama.config import PRESETS
-from examples.llama.console import say
-from examples.llama.optimizers import direction
-from examples.llama.options import Parser, local_path, whole
-from examples.llama.train import abstract_model, make_functions
+from examples.llama.step import abstract_model, make_functions
 from examples.paper.baselines.matrices import select
-from examples.paper.records import append
 from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
 from magma_optax.experimental.fused import FusedAdam, fused_adam
 

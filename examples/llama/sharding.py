@@ -17,8 +17,8 @@ from flax import nnx
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from examples.kit.paths import path_string
 from examples.llama.config import LlamaConfig
-from examples.llama.paths import path_string
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # the mesh axes over which the rows of a batch are spread

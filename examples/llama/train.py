@@ -9,7 +9,7 @@ A run that was killed goes on with `--resume` and ends with the same parameters 
 GPUs, with XLA_FLAGS=--xla_gpu_deterministic_ops=true).
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -19,17 +19,15 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -37,27 +35,20 @@ from jax import Array
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-from examples.llama import checkpoint, console, hosts, metrics, optimizers, scores, sharding
+from examples.kit import checkpoint, console, hosts, metrics, optimizers
+from examples.kit.console import print_error, print_warning, printable, say
+from examples.kit.data.load import Data, DataError, load
+from examples.kit.folder import claim, resume_command, write_settings
+from examples.kit.loss import perplexity
+from examples.kit.options import SettingsError, jsonable
+from examples.kit.plot import plot
+from examples.llama import sharding
 from examples.llama.config import PRESETS, LlamaConfig
-from examples.llama.console import print_error, print_warning, printable, say
-from examples.llama.data import Data, DataError, load
-from examples.llama.folder import claim, resume_command, write_settings
-from examples.llama.model import Llama, cross_entropy
-from examples.llama.options import (
-    SettingsError,
-    configuration,
-    host_options,
-    jsonable,
-    masking,
-    parser,
-    resolve,
-)
-from examples.llama.plot import plot
+from examples.llama.options import configuration, host_options, masking, parser, resolve
 from examples.llama.sample import sample
+from examples.llama.step import abstract_model, abstract_state, make_functions
 
 FAILED = 3  # exit status of a host that failed or lost another
-
-Batch = dict[str, Array]  # "inputs", "targets": int32 (B, T); target -1 has no loss
 
 
 def train(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -228,81 +219,6 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> LlamaConfig:
     )
 
 
-def abstract_model(config: LlamaConfig, seed: int) -> tuple[nnx.GraphDef, optax.Params]:
-    """Returns the model's structure and its parameters' `jax.ShapeDtypeStruct`."""
-    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(seed)))
-    graphdef, state = nnx.split(model)
-    return graphdef, nnx.to_pure_dict(state)
-
-
-def make_functions(
-    config: LlamaConfig,
-    tx: optax.GradientTransformationExtraArgs,
-    seed: int,
-    layout: sharding.Layout,
-) -> tuple[Callable, Callable, Callable]:
-    """Returns pure functions of the model's parameters; call them under `jax.set_mesh`.
-
-    Returns:
-        ``init() -> params, opt_state``; ``train_step(params, opt_state, batch) -> params,
-        opt_state, metrics``, which takes micro-batches, int32 (N, B / N, T), and takes over the
-        buffers of the first two; ``valid_step(params, batch) -> sum of losses, number of tokens``
-        of a batch, int32 (B, T).
-    """
-    graphdef, _ = abstract_model(config, seed)
-    state = (layout.params, layout.opt_state)
-
-    @jax.jit(out_shardings=state)
-    def init() -> tuple[optax.Params, optax.OptState]:
-        params = nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(seed))))
-        return params, tx.init(params)
-
-    def loss(params: optax.Params, batch: Batch) -> tuple[Array, Array]:
-        logits = nnx.merge(graphdef, params)(batch["inputs"])  # (B, T, V)
-        return cross_entropy(logits, batch["targets"])
-
-    @jax.jit(donate_argnums=(0, 1), out_shardings=(*state, layout.replicated))
-    def train_step(params: optax.Params, opt_state: optax.OptState, batch: Batch):
-        count = jnp.maximum(jnp.sum(batch["targets"] >= 0, dtype=jnp.float32), 1)
-
-        def mean_loss(params: optax.Params, micro: Batch) -> Array:
-            nll, _ = loss(params, micro)
-            return nll / count  # a token weighs the same in every micro-batch
-
-        value, grads = accumulated(jax.value_and_grad(mean_loss), params, batch, layout)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        now = {"loss": value, "grad_norm": optax.tree.norm(grads)}
-        return params, opt_state, now | scores.summary(opt_state)
-
-    return init, train_step, jax.jit(loss, out_shardings=layout.replicated)
-
-
-def accumulated(
-    value_and_grad: Callable, params: optax.Params, batch: Batch, layout: sharding.Layout
-) -> tuple[Array, optax.Params]:
-    """Sums values and gradients over the micro-batches of `batch`, each (N, ...), one at a time."""
-    count = len(batch["inputs"])
-    if count == 1:
-        return value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
-
-    def add(total: tuple[Array, optax.Params], micro: Batch):
-        return optax.tree.add(total, value_and_grad(params, micro)), None
-
-    start = jnp.zeros(()), sharding.zeros(params, layout)
-    total, _ = jax.lax.scan(add, start, batch)
-    return total
-
-
-def abstract_state(init: Callable, layout: sharding.Layout) -> tuple[optax.Params, optax.OptState]:
-    """Returns what ``init()`` would, as `jax.ShapeDtypeStruct` with shardings."""
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        jax.eval_shape(init),
-        (layout.params, layout.opt_state),
-    )
-
-
 def optimizer_config(args: argparse.Namespace) -> optimizers.OptimizerConfig:
     """Returns what the options say about the optimizer."""
     return optimizers.OptimizerConfig(
@@ -370,11 +286,6 @@ def rate_at(schedule: optax.Schedule, step: int) -> float:
     """Returns the learning rate after `step` steps, computed on its own beside the training."""
     with jax.transfer_guard("allow"):
         return float(schedule(step))
-
-
-def perplexity(loss: float) -> float:
-    """Returns exp(loss), or infinity for a run that diverged."""
-    return math.inf if loss > 700 else math.exp(loss)
 
 
 def show(bar: tqdm, step: int, record: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ class Recipe:
         seq_len: Tokens a sequence.
         steps: Steps.
         warmup: Steps of linear warm-up.
-        learning_rate: Peak; None for the optimizer's in `examples.llama.optimizers`.
+        learning_rate: Peak; None for the optimizer's in `examples.kit.optimizers`.
     """
 
     batch_size: int

@@ -3,8 +3,8 @@
 import argparse
 import dataclasses
 
-from examples.llama.optimizers import LEARNING_RATES
-from examples.llama.options import (
+from examples.kit.optimizers import LEARNING_RATES
+from examples.kit.options import (
     Parser,
     SettingsError,
     default,
@@ -28,7 +28,7 @@ def parser() -> Parser:
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="nano", help="size of the model (%(default)s)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
-    add("--data", help="what examples.llama.data.load reads (the Python standard library)")
+    add("--data", help="what examples.kit.data.load.load reads (the Python standard library)")
     add("--tokenizer", help="path of a tokenizer.json (bytes, or the data's own)")
     add("--batch-size", type=count, help="sequences a step (by preset)")
     add("--accumulate", type=count, help="micro-batches a batch (by preset)")

@@ -7,7 +7,7 @@ two minutes on two CPU cores, on one device. Data, optimizers and metrics are th
 whose trainer also has checkpoints and several devices.
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -22,27 +22,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jax import Array
 from tqdm import tqdm
 
-from examples.llama import console, metrics, optimizers
-from examples.llama.console import print_error, say
-from examples.llama.data import DataError, load
-from examples.llama.folder import fresh_folder, write_settings
-from examples.llama.model import cross_entropy
-from examples.llama.options import SettingsError, jsonable
-from examples.llama.paths import by_path
-from examples.llama.scores import summary as summary_of_scores
-from examples.llama.train import draw, perplexity, rate_at
-from examples.nanomoe.config import PRESETS, NanoMoEConfig
-from examples.nanomoe.model import NanoMoE, count_parameters, router_loss
+from examples.kit import console, metrics, optimizers
+from examples.kit.console import print_error, say
+from examples.kit.data.load import DataError, load
+from examples.kit.folder import fresh_folder, write_settings
+from examples.kit.loss import perplexity
+from examples.kit.options import SettingsError, jsonable
+from examples.kit.paths import by_path
+from examples.kit.scores import summary as summary_of_scores
+from examples.llama.train import draw, rate_at
+from examples.nanomoe.config import PRESETS
+from examples.nanomoe.model import count_parameters
 from examples.nanomoe.options import parser, resolve
-
-Batch = dict[str, Array]  # "inputs", "targets": int32 (B, T); target -1 has no loss
+from examples.nanomoe.step import make_functions
 
 
 def train(args: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -122,55 +118,6 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     say(f"validation loss {loss:.4f} nats a token, perplexity {perplexity(loss):.3f}")
     say(f"unigram entropy {data.unigram_entropy:.4f}")
     draw(out, data.unigram_entropy)
-
-
-def make_functions(
-    config: NanoMoEConfig,
-    tx: optax.GradientTransformationExtraArgs,
-    seed: int,
-    accumulate: int,
-) -> tuple[Callable, Callable, Callable]:
-    """Splits the model once and returns pure functions of its parameters.
-
-    Returns:
-        ``init() -> params, opt_state``;
-        ``train_step(params, opt_state, batch) -> params, opt_state, metrics``, which takes over the
-        buffers of the first two; ``valid_step(params, batch) -> sum of losses, number of tokens``.
-    """
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: NanoMoE(config, rngs=nnx.Rngs(seed))))
-
-    @jax.jit
-    def init() -> tuple[optax.Params, optax.OptState]:
-        params = nnx.to_pure_dict(nnx.state(NanoMoE(config, rngs=nnx.Rngs(seed))))
-        return params, tx.init(params)
-
-    def loss(params: optax.Params, batch: Batch) -> tuple[Array, dict[str, Any]]:
-        logits, routing = nnx.merge(graphdef, params)(batch["inputs"], train=True)  # (B, T, V)
-        nll, count = cross_entropy(logits, batch["targets"])
-        nll = nll / jnp.maximum(count, 1)
-        return nll + router_loss(routing, config), {"loss": nll, "routing": routing}
-
-    @jax.jit(donate_argnums=(0, 1))
-    def train_step(params: optax.Params, opt_state: optax.OptState, batch: Batch):
-        def add(grads: optax.Updates, micro: Batch):
-            more, now = jax.grad(loss, has_aux=True)(params, micro)
-            return optax.tree.add(grads, more), now
-
-        # (B, T) -> (A, B / A, T). Parameters move once, by the mean of the gradients.
-        micros = jax.tree.map(lambda x: x.reshape(accumulate, -1, x.shape[1]), batch)
-        grads, now = jax.lax.scan(add, optax.tree.zeros_like(params), micros)
-        grads = optax.tree.scale(1 / accumulate, grads)
-        now = jax.tree.map(lambda x: jnp.mean(x, axis=0), now)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return params, opt_state, now | {"grad_norm": optax.tree.norm(grads)}
-
-    @jax.jit
-    def valid_step(params: optax.Params, batch: Batch) -> tuple[Array, Array]:
-        logits, _ = nnx.merge(graphdef, params)(batch["inputs"], train=False)
-        return cross_entropy(logits, batch["targets"])
-
-    return init, train_step, valid_step
 
 
 def optimizer_config(args: argparse.Namespace) -> optimizers.OptimizerConfig:

@@ -6,7 +6,7 @@ The paper ablates RMSProp; `--base adam` does the same to Adam. The other option
 `examples.paper.llama_c4`, and so are the search and the records.
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -17,7 +17,7 @@ from typing import Any
 
 import optax
 
-from examples.llama.optimizers import direction, rms
+from examples.kit.optimizers import direction, rms
 from examples.paper.arms import ARMS, Arm, magma, plain
 from examples.paper.llama_c4 import parser, refuse_idle, sweep
 from magma_optax import attention, attention_and_mlp

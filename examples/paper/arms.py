@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import optax
 from jax.typing import ArrayLike
 
-from examples.llama.optimizers import direction
+from examples.kit.optimizers import direction
 from examples.paper.baselines.apollo import scale_by_apollo
 from examples.paper.baselines.c_adam import scale_by_c_adam
 from examples.paper.baselines.controls import constant, constant_times_mask, damping_only

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from examples.llama.console import say
-from examples.llama.options import Parser, local_path, seconds
-from examples.paper import records
+from examples.kit import records
+from examples.kit.console import say
+from examples.kit.options import Parser, local_path, seconds
 from examples.paper.searches import add_search_options
 from examples.paper.sweep import Record, Run, Search, missing_of_all, select
 

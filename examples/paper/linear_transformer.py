@@ -16,7 +16,7 @@ batch as their last axis.
 Every arm has the same learning rates, batches and coins.
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -35,10 +35,11 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from examples.llama.console import print_error, say
-from examples.llama.figure import Figure
-from examples.llama.options import Parser, local_path, number, whole
-from examples.paper import records
+from examples.kit import records
+from examples.kit.console import print_error, say
+from examples.kit.figure import Figure
+from examples.kit.options import Parser, local_path, number, whole
+from examples.paper import RESULTS
 from magma_optax import skip_update, stacked, with_magma
 
 TAILS = ("light", "heavy")
@@ -381,7 +382,7 @@ def parser() -> Parser:
     add(
         "--out",
         type=local_path,
-        default=records.RESULTS / "linear_transformer.jsonl",
+        default=RESULTS / "linear_transformer.jsonl",
         help="records",
     )
     add("--plot", action="store_true", help="draw the records instead of running")

@@ -14,7 +14,7 @@ it stopped; what is recorded is not run again. `python -m examples.paper.llama_r
 the tables and draws the curves.
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -25,9 +25,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from examples.llama.console import say
-from examples.llama.options import Parser, local_path, number, seconds, whole
-from examples.paper import records
+from examples.kit.console import say
+from examples.kit.options import Parser, local_path, number, seconds, whole
+from examples.paper import RESULTS
 from examples.paper.arms import ARMS, Arm
 from examples.paper.llama_report import table
 from examples.paper.llama_run import SIZES, STEPS, Task
@@ -46,7 +46,10 @@ def parser(description: str | None = __doc__) -> Parser:
     )
     add, count, positive = parser.add_argument, whole(1), number(0.0, above=True)
     add("--size", choices=SIZES, default="nano", help="of the model")
-    add("--data", help="text, C4 shards or tokens; see examples/llama/data.py (default: Python's)")
+    add(
+        "--data",
+        help="text, C4 shards or tokens; see examples/kit/data/load.py (default: Python's)",
+    )
     add("--packing", choices=["concat", "document"], default="concat", help="rows of documents")
     add("--steps", type=count, help="of training (default: by size)")
     add("--batch-size", type=count, help="rows a step (default: by size)")
@@ -86,7 +89,7 @@ def sweep(args: argparse.Namespace, arms: Mapping[str, Arm], names: Sequence[str
     searches = searches_of(args, arms, names)
     platform, devices = find_devices()
     task = make_task(args, platform)
-    out = args.out or records.RESULTS / f"llama_{args.size}.jsonl"
+    out = args.out or RESULTS / f"llama_{args.size}.jsonl"
     say(f"{len(devices)} worker(s) on {platform}, records in {out}")
     state = Sweep(task, searches, out, deadline)
     status = execute(state, devices)

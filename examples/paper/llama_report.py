@@ -5,7 +5,7 @@
 prints a table for each task in the file and draws the curves beside it.
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.llama.console import say
-from examples.llama.figure import Axes, Figure, SubFigure, colormaps
-from examples.llama.options import local_path
-from examples.paper import records
+from examples.kit import records
+from examples.kit.console import say
+from examples.kit.figure import Axes, Figure, SubFigure, colormaps
+from examples.kit.options import local_path
 from examples.paper.sweep import TUNED, Record, Row, losses, summarise
 
 OWN = ("arm", "learning_rate", "seed")  # settings of one run; the others are the task's

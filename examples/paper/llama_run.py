@@ -17,12 +17,13 @@ import optax
 from flax import nnx
 from jax import Array
 
-from examples.llama import scores
+from examples.kit import scores
+from examples.kit.data.load import Data, load
+from examples.kit.loss import cross_entropy
+from examples.kit.records import data_name
 from examples.llama.config import PRESETS, RECIPES, LlamaConfig, Recipe
-from examples.llama.data import Data, load
-from examples.llama.model import Llama, cross_entropy
+from examples.llama.model import Llama
 from examples.paper.arms import Arm
-from examples.paper.records import data_name
 
 # The paper's sizes, one that two GPUs sweep in minutes, and one for two CPU cores. The
 # vocabulary is the data's.
@@ -54,7 +55,7 @@ class Task:
         batch_size: Rows a step, B.
         micro_batches: Into how many parts a batch is cut to save memory.
         seq_len: Tokens a row, T.
-        data: What `examples.llama.data.load` reads.
+        data: What `examples.kit.data.load.load` reads.
         packing: How it makes rows of documents.
         dtype: Of the computation; parameters and optimizer state are float32.
         validations: How often the validation loss is measured, evenly spaced, the end included.

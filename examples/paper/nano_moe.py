@@ -12,7 +12,7 @@ and step are those of `examples.nanomoe`. Repeating a command goes on where it s
 nothing that is recorded; `python -m examples.paper.llama_report FILE` draws the curves.
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -25,13 +25,13 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from examples.llama.console import say
-from examples.llama.data import DataError
-from examples.llama.optimizers import direction
-from examples.llama.options import Parser, whole
+from examples.kit.console import say
+from examples.kit.data.load import DataError
+from examples.kit.optimizers import direction
+from examples.kit.options import Parser, whole
 from examples.nanomoe.config import PRESETS, RECIPES
 from examples.nanomoe.train import expert_axis, matrices
-from examples.paper import records
+from examples.paper import RESULTS
 from examples.paper.arms import Arm, Base, Build, family, magma, plain
 from examples.paper.baselines.c_adam import scale_by_c_adam
 from examples.paper.in_process import add_options, execute
@@ -80,14 +80,14 @@ def parser() -> Parser:
     )
     add, count = parser.add_argument, whole(1)
     add("--preset", choices=PRESETS, default="tiny", help="size of the model (%(default)s)")
-    add("--data", help="what examples.llama.data.load reads (default: Python's own text)")
+    add("--data", help="what examples.kit.data.load.load reads (default: Python's own text)")
     add("--steps", type=count, help="of training (default: by preset)")
     add("--warmup", type=whole(0), help="steps (default: by preset, scaled with --steps)")
     add("--batch-size", type=count, help="rows a step (default: by preset)")
     add("--accumulate", type=count, help="micro-batches a batch (default: by preset)")
     add("--seq-len", type=count, help="tokens a row (default: by preset)")
     add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
-    add_options(parser, ARMS, seeds=3, out=records.RESULTS / "nano_moe.jsonl")
+    add_options(parser, ARMS, seeds=3, out=RESULTS / "nano_moe.jsonl")
     return parser
 
 

@@ -12,13 +12,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from examples.llama.data import Data, load
+from examples.kit.data.load import Data, load
+from examples.kit.records import data_name
 from examples.nanomoe.config import PRESETS
 from examples.nanomoe.model import NanoMoE, count_parameters
-from examples.nanomoe.train import make_functions
+from examples.nanomoe.step import make_functions
 from examples.paper.arms import Arm
 from examples.paper.llama_run import outcome
-from examples.paper.records import data_name
 
 FETCHED = 50  # steps whose losses are fetched together
 
@@ -35,7 +35,7 @@ class Task:
         accumulate: Micro-batches that a batch is computed in; tokens compete within one.
         seq_len: Tokens a row, T.
         dtype: Of the computation; parameters, router and optimizer state are float32.
-        data: What `examples.llama.data.load` reads.
+        data: What `examples.kit.data.load.load` reads.
     """
 
     preset: str

@@ -15,7 +15,7 @@ The paper gives two accuracies and the number of epochs. All else is chosen here
 augmentation, schedule and decay, and that every convolution and dense kernel is a block of Magma's.
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -30,10 +30,10 @@ from typing import Any
 import jax
 import optax
 
-from examples.llama.console import say
-from examples.llama.optimizers import path_string
-from examples.llama.options import Parser, whole
-from examples.paper import records
+from examples.kit.console import say
+from examples.kit.optimizers import path_string
+from examples.kit.options import Parser, whole
+from examples.paper import RESULTS
 from examples.paper.arms import Arm, magma, plain, then
 from examples.paper.baselines.controls import constant, constant_times_mask
 from examples.paper.in_process import add_options, execute
@@ -90,7 +90,7 @@ def parser() -> Parser:
     add("--batch-size", type=count, help="images a step (digits: 32, CIFAR-10: 128)")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
     add("--rates", type=numbers, default=[], help="also run all seeds at each of these, A,B,...")
-    add_options(parser, ARMS, seeds=5, out=records.RESULTS / "negative_control.jsonl")
+    add_options(parser, ARMS, seeds=5, out=RESULTS / "negative_control.jsonl")
     return parser
 
 

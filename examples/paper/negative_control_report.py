@@ -3,7 +3,7 @@
 python -m examples.paper.negative_control_report examples/paper/results/negative_control.jsonl
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -17,10 +17,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from examples.llama.console import say
-from examples.llama.figure import Axes, Figure
-from examples.llama.options import local_path
-from examples.paper import records
+from examples.kit import records
+from examples.kit.console import say
+from examples.kit.figure import Axes, Figure
+from examples.kit.options import local_path
 from examples.paper.llama_report import arm_names, by_task
 from examples.paper.sweep import RATIO, Record, select, summarise, valid_loss
 

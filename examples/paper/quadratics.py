@@ -13,7 +13,7 @@ The paper does not give k, the number of steps, the start or the schedule: all a
 Every arm has the same learning rates, the same rows and the same coins.
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -33,10 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.llama.console import print_error, say
-from examples.llama.figure import Figure
-from examples.llama.options import Parser, local_path, number, whole
-from examples.paper import records
+from examples.kit import records
+from examples.kit.console import print_error, say
+from examples.kit.figure import Figure
+from examples.kit.options import Parser, local_path, number, whole
+from examples.paper import RESULTS
 from magma_optax import skip_update, with_magma
 
 EIGENVALUES = {
@@ -440,9 +441,7 @@ def parser() -> Parser:
     add("--highest-rate", type=number(0.0, above=True), default=10.0, help="(%(default)s)")
     add("--rates", type=whole(2), default=61, help="number of learning rates (%(default)s)")
     add("--full", action="store_true", help="also 10000 steps and betas (0.95, 0.95)")
-    add(
-        "--out", type=local_path, default=records.RESULTS / "quadratics.jsonl", help="(%(default)s)"
-    )
+    add("--out", type=local_path, default=RESULTS / "quadratics.jsonl", help="(%(default)s)")
     add("--plot", action="store_true", help="draw the records instead of running")
     add(
         "--images",

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.llama import console
-from examples.llama.console import print_error, say
-from examples.llama.interrupts import StopSignal
-from examples.paper import records
+from examples.kit import console, records
+from examples.kit.console import print_error, say
+from examples.kit.interrupts import StopSignal
 from examples.paper.llama_run import Task
 from examples.paper.sweep import Record, Run, Search, missing_of_all, select
 

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from examples.llama.options import Parser, number, whole
+from examples.kit.options import Parser, number, whole
 from examples.paper.arms import Arm, check_names
 from examples.paper.sweep import Search
 

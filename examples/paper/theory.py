@@ -16,7 +16,7 @@ Descent lemma. For SGD with g masked, over p, and times the score s,
 The lemma as stated leaves out curvature between blocks; `counterexample` breaks it in two numbers.
 """
 
-from examples.llama import interrupts
+from examples.kit import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
@@ -35,14 +35,16 @@ import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
+from examples.kit import records
+from examples.kit.console import print_error, say
+from examples.kit.data.load import load
+from examples.kit.figure import Figure
+from examples.kit.loss import cross_entropy
+from examples.kit.options import Parser, local_path, number, whole
+from examples.kit.paths import by_path
 from examples.llama.config import LlamaConfig
-from examples.llama.console import print_error, say
-from examples.llama.data import load
-from examples.llama.figure import Figure
-from examples.llama.model import Llama, cross_entropy
-from examples.llama.options import Parser, local_path, number, whole
-from examples.llama.paths import by_path
-from examples.paper import records
+from examples.llama.model import Llama
+from examples.paper import RESULTS
 from magma_optax import attention_and_mlp, skip_update, with_magma
 
 Params = dict[str, jax.Array]  # by path; a masked leaf is a block
@@ -432,7 +434,7 @@ def parser() -> Parser:
         default=[0.25, 0.5, 0.75],
     )
     add("--seed", type=whole(0), default=0, help="of parameters and data (%(default)s)")
-    add("--out", type=local_path, default=records.RESULTS / "theory.jsonl", help="records")
+    add("--out", type=local_path, default=RESULTS / "theory.jsonl", help="records")
     add("--plot", action="store_true", help="draw the records instead of running")
     add(
         "--images", type=local_path, default=Path("docs/images"), help="of the figure (%(default)s)"

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from examples.llama.data_error import DataError
+from examples.kit.data.error import DataError
 from examples.paper.ablations import ABLATIONS
 from examples.paper.arms import ARMS
 from examples.paper.llama_run import Task, Trainer

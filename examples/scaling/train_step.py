@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from examples.kit.data.load import load
 from examples.llama import sharding
-from examples.llama.data import load
 from examples.llama.options import masking, parser, resolve
-from examples.llama.train import abstract_model, make_functions, make_optimizer, model_config
+from examples.llama.step import abstract_model, make_functions
+from examples.llama.train import make_optimizer, model_config
 
 ROUNDS, STEPS = 5, 10  # timed: the median of so many rounds of so many steps
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.llama.optimizers import path_string
+from examples.kit.optimizers import path_string
 from magma_optax import attention_and_mlp
 
 Where = Callable[[str, Any], bool]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.llama.data_error import DataError, first_line
+from examples.kit.data.error import DataError, first_line
 
 PYTHON, BINARY = "cifar-10-batches-py", "cifar-10-batches-bin"
 TRAIN = [f"data_batch_{i}" for i in range(1, 6)]

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jax import Array
 
-from examples.llama.scores import summary
+from examples.kit.scores import summary
 from examples.paper.arms import Arm
 from examples.paper.vision.augment import crop_and_flip
 from examples.paper.vision.cifar import Labelled

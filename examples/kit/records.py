@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "numpy")
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import grain
 import numpy as np
 
-from examples.llama.data_codec import Codec, byte_codec, tokenizer_codec
-from examples.llama.data_digest import IdentifiedDataset, digest
-from examples.llama.data_error import DataError, one_line
-from examples.llama.data_files import is_there, read_status, require_file
-from examples.llama.data_hub import PREFIX, hub_stream
-from examples.llama.data_rows import (
+from examples.kit.data.codec import Codec, byte_codec, tokenizer_codec
+from examples.kit.data.digest import IdentifiedDataset, digest
+from examples.kit.data.error import DataError, one_line
+from examples.kit.data.files import is_there, read_status, require_file
+from examples.kit.data.hub import PREFIX, hub_stream
+from examples.kit.data.rows import (
     PACKINGS,
     Batching,
     count_ids,
@@ -26,10 +26,10 @@ from examples.llama.data_rows import (
     unigram_entropy,
     valid_batches,
 )
-from examples.llama.data_shards import find_shards, shard_stream
-from examples.llama.data_stream import Stream, open_stream, stream_dataset
-from examples.llama.data_text import hold_out, read_files, read_standard_library
-from examples.llama.data_tokens import find_tokenizer, is_token_file, is_token_folder, read_tokens
+from examples.kit.data.shards import find_shards, shard_stream
+from examples.kit.data.stream import Stream, open_stream, stream_dataset
+from examples.kit.data.text import hold_out, read_files, read_standard_library
+from examples.kit.data.tokens import find_tokenizer, is_token_file, is_token_folder, read_tokens
 
 __all__ = ["Data", "DataError", "load"]
 

@@ -11,7 +11,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from examples.llama.paths import by_path
+from examples.kit.paths import by_path
 
 FILE = "metrics.jsonl"
 

@@ -12,9 +12,9 @@ from typing import Any
 import grain
 import numpy as np
 
-from examples.llama.data_codec import Codec
-from examples.llama.data_error import DataError
-from examples.llama.data_rows import Batching, document_row, to_batch
+from examples.kit.data.codec import Codec
+from examples.kit.data.error import DataError
+from examples.kit.data.rows import Batching, document_row, to_batch
 
 HELD_OUT = 0.01
 WINDOW = 1000  # Documents a shuffle window.

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.llama import metrics
-from examples.llama.figure import Axes, Figure, colormaps
+from examples.kit import metrics
+from examples.kit.figure import Axes, Figure, colormaps
 
 LOSSES = [("loss", "training", "-"), ("valid_loss", "validation", "o-")]
 

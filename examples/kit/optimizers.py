@@ -8,7 +8,7 @@ import jax
 import optax
 import optax.contrib
 
-from examples.llama.paths import path_string
+from examples.kit.paths import path_string
 from magma_optax import attention_and_mlp, describe_masking, skip_update, stacked, with_magma
 
 # Peak learning rates: for the base as it is, and under Magma. Magma scales the attention and MLP

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from examples.llama.data_digest import digest
-from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import find_files, fingerprint
-from examples.llama.data_rows import Batching
-from examples.llama.data_stream import Keep, State, Stream, require_text
+from examples.kit.data.digest import digest
+from examples.kit.data.error import DataError, first_line
+from examples.kit.data.files import find_files, fingerprint
+from examples.kit.data.rows import Batching
+from examples.kit.data.stream import Keep, State, Stream, require_text
 
 if TYPE_CHECKING:
     import datasets

@@ -5,8 +5,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from examples.llama.data_digest import digest
-from examples.llama.data_error import DataError, first_line
+from examples.kit.data.digest import digest
+from examples.kit.data.error import DataError, first_line
 
 _END = 4096  # Bytes.
 _GZIP_END = 8  # Of which four are a checksum of the content, and four its size.

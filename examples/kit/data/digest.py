@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from examples.llama.data_error import DataError
+from examples.kit.data.error import DataError
 
 _AT_ONCE = 1 << 24
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from examples.llama.data_digest import digest
-from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import is_there, read_bytes, require_file
-from examples.llama.data_kind import kind_of
-from examples.llama.data_spelling import Spelling
+from examples.kit.data.digest import digest
+from examples.kit.data.error import DataError, first_line
+from examples.kit.data.files import is_there, read_bytes, require_file
+from examples.kit.data.kind import kind_of
+from examples.kit.data.spelling import Spelling
 
 _BYTES = 256
 _AT_ONCE = 1000  # Texts whose ids are Python lists at the same time.

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 
-from examples.llama import hosts
-from examples.llama.console import one_line, print_warning
-from examples.llama.paths import by_path, path_string
+from examples.kit import hosts
+from examples.kit.console import one_line, print_warning
+from examples.kit.paths import by_path, path_string
 
 KEEP = 2  # complete checkpoints that stay on disk
 UNDAMAGED = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # can't be read

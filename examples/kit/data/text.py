@@ -17,9 +17,9 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from examples.llama.data_error import DataError
-from examples.llama.data_files import find_files, read_bytes
-from examples.llama.data_kind import kind_of
+from examples.kit.data.error import DataError
+from examples.kit.data.files import find_files, read_bytes
+from examples.kit.data.kind import kind_of
 
 SUFFIXES = (
     *(".txt", ".md", ".rst", ".tex"),

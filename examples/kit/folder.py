@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 import magma_optax
-from examples.llama import hosts, metrics
-from examples.llama.console import print_warning
-from examples.llama.options import SettingsError
+from examples.kit import hosts, metrics
+from examples.kit.console import print_warning
+from examples.kit.options import SettingsError
 
 SETTINGS = "settings.json"
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")

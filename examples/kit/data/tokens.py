@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.llama.data_codec import Codec
-from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import is_there, read_bytes, require_file
-from examples.llama.data_kind import ENOUGH, is_plain_text, kind_of, unmistakable_kind_of
-from examples.llama.data_text import HELD_OUT
+from examples.kit.data.codec import Codec
+from examples.kit.data.error import DataError, first_line
+from examples.kit.data.files import is_there, read_bytes, require_file
+from examples.kit.data.kind import ENOUGH, is_plain_text, kind_of, unmistakable_kind_of
+from examples.kit.data.text import HELD_OUT
 
 _TRAIN = ("train.bin", "train.bin.xz")
 _VALID = ("val.bin", "val.bin.xz")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import grain
 import numpy as np
 
-from examples.llama.data_error import DataError
+from examples.kit.data.error import DataError
 
 PAD = -1
 PACKINGS = ("concat", "document")

@@ -10,13 +10,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from examples.llama.data_digest import digest
-from examples.llama.data_error import DataError, first_line
-from examples.llama.data_files import find_files, fingerprint, read_bytes
-from examples.llama.data_kind import ENOUGH, kind_of
-from examples.llama.data_rows import Batching
-from examples.llama.data_stream import Keep, State, Stream, kind_of_value, require_text
-from examples.llama.data_text import LINES
+from examples.kit.data.digest import digest
+from examples.kit.data.error import DataError, first_line
+from examples.kit.data.files import find_files, fingerprint, read_bytes
+from examples.kit.data.kind import ENOUGH, kind_of
+from examples.kit.data.rows import Batching
+from examples.kit.data.stream import Keep, State, Stream, kind_of_value, require_text
+from examples.kit.data.text import LINES
 
 SUFFIX = ".json.gz"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from examples.llama.data_error import DataError
+from examples.kit.data.error import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

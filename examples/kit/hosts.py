@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from examples.llama.options import SettingsError
+from examples.kit.options import SettingsError
 
 PATIENCE = 24 * 3600  # seconds for the slowest host to read its data
 _exchanges = itertools.count()
@@ -52,7 +52,7 @@ def gather(text: str) -> list[str]:
         return [text]
     # Wait here: a collective of the devices would give up on a slow host within seconds.
     wait = ocp.multihost.get_barrier_sync_fn()
-    wait(key=f"examples.llama.hosts:{next(_exchanges)}", timeout_ms=1000 * PATIENCE)
+    wait(key=f"examples.kit.hosts:{next(_exchanges)}", timeout_ms=1000 * PATIENCE)
     encoded = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
     with jax.transfer_guard("allow"):  # it is meant, and not left to us
         lengths = multihost_utils.process_allgather(np.array(len(encoded), np.int32))

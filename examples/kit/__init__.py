@@ -1,0 +1,1 @@
+"""What several example programs share and none of them owns."""

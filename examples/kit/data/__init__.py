@@ -1,0 +1,1 @@
+"""Text as batches, from whatever source: see `examples.kit.data.load`."""

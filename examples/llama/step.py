@@ -1,0 +1,76 @@
+"""The Llama's training step on a mesh, as pure functions of its parameters."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import Array
+
+from examples.kit import scores
+from examples.kit.loss import cross_entropy
+from examples.kit.step import Batch, apply, gradient
+from examples.llama import sharding
+from examples.llama.config import LlamaConfig
+from examples.llama.model import Llama
+
+
+def abstract_model(config: LlamaConfig, seed: int) -> tuple[nnx.GraphDef, optax.Params]:
+    """Returns the model's structure and its parameters' `jax.ShapeDtypeStruct`."""
+    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(seed)))
+    graphdef, state = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def make_functions(
+    config: LlamaConfig,
+    tx: optax.GradientTransformationExtraArgs,
+    seed: int,
+    layout: sharding.Layout,
+) -> tuple[Callable, Callable, Callable]:
+    """Returns pure functions of the model's parameters; call them under `jax.set_mesh`.
+
+    Returns:
+        ``init() -> params, opt_state``; ``train_step(params, opt_state, batch) -> params,
+        opt_state, metrics``, which takes micro-batches, int32 (N, B / N, T), and takes over the
+        buffers of the first two; ``valid_step(params, batch) -> sum of losses, number of tokens``
+        of a batch, int32 (B, T).
+    """
+    graphdef, _ = abstract_model(config, seed)
+    state = (layout.params, layout.opt_state)
+
+    @jax.jit(out_shardings=state)
+    def init() -> tuple[optax.Params, optax.OptState]:
+        params = nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(seed))))
+        return params, tx.init(params)
+
+    def loss(params: optax.Params, batch: Batch) -> tuple[Array, Array]:
+        logits = nnx.merge(graphdef, params)(batch["inputs"])  # (B, T, V)
+        return cross_entropy(logits, batch["targets"])
+
+    @jax.jit(donate_argnums=(0, 1), out_shardings=(*state, layout.replicated))
+    def train_step(params: optax.Params, opt_state: optax.OptState, batch: Batch):
+        count = jnp.maximum(jnp.sum(batch["targets"] >= 0, dtype=jnp.float32), 1)
+
+        def mean_loss(params: optax.Params, micro: Batch) -> tuple[Array, None]:
+            nll, _ = loss(params, micro)
+            return nll / count, None  # a token weighs the same in every micro-batch
+
+        zeros = functools.partial(sharding.zeros, layout=layout)
+        value, grads, _ = gradient(mean_loss, params, batch, zeros)
+        params, opt_state = apply(tx, grads, opt_state, params)
+        now = {"loss": value, "grad_norm": optax.tree.norm(grads)}
+        return params, opt_state, now | scores.summary(opt_state)
+
+    return init, train_step, jax.jit(loss, out_shardings=layout.replicated)
+
+
+def abstract_state(init: Callable, layout: sharding.Layout) -> tuple[optax.Params, optax.OptState]:
+    """Returns what ``init()`` would, as `jax.ShapeDtypeStruct` with shardings."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        jax.eval_shape(init),
+        (layout.params, layout.opt_state),
+    )
