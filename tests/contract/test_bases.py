@@ -5,9 +5,9 @@ import jax
 import numpy as np
 import optax
 import pytest
+from contract_bases import PARAMS, bare_steps, scan_steps
 
 from magma_optax import summarize
-from tests.contract.conftest import PARAMS, bare_steps, scan_steps
 
 STEPS = 4
 

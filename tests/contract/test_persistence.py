@@ -12,11 +12,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from contract_bases import PARAMS, loss
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from magma_optax import attention_and_mlp, magma, stacked, with_magma
-from tests.contract.conftest import PARAMS, loss
 
 GRADS = [jax.grad(loss)(PARAMS, seed) for seed in range(4)]
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract_bases import FORMS, PARAMS, loss
 
 from magma_optax import MagmaState, magma, skip_update, with_magma
-from tests.contract.conftest import FORMS, PARAMS, loss
 
 GRADS = jax.grad(loss)(PARAMS)
 

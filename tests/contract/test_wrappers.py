@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract_bases import FORMS, PARAMS, loss, run_step
 
 from magma_optax import MagmaState, magma, skip_update, summarize, with_magma
-from tests.contract.conftest import FORMS, PARAMS, loss, run_step
 
 
 def adam(rate=1e-2):

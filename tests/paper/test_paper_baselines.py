@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import paper_baselines_reference as reference
 import pytest
 
 from examples.kit.optimizers import direction
@@ -18,7 +19,6 @@ from examples.paper.baselines.sgg import k_means, lower_median, sgg
 from examples.paper.baselines.soap import scale_by_soap
 from examples.paper.baselines.stable_spam import scale_by_stable_spam
 from magma_optax import summarize, with_magma
-from tests import paper_baselines_reference as reference
 
 STEPS = 8
 SHAPES = {"wide": (4, 6), "tall": (7, 3), "square": (5, 5)}

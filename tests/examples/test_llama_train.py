@@ -29,7 +29,7 @@ from examples.llama.config import LlamaConfig
 from examples.llama.model import Llama
 from magma_optax import attention_and_mlp
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WORDS = "the a mask of update moment gradient block keeps drops moves layer each every some".split()
 
 

@@ -23,7 +23,7 @@ from llama_sources import (
 
 from examples.kit.data import stream as data_stream
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def digest(path, **kwargs):

@@ -16,7 +16,7 @@ import pytest
 from examples.kit.data.load import load
 from magma_optax import attention_and_mlp
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS = 8
 LIMIT = 240  # seconds for a run, on a machine that does other things too
 
@@ -53,7 +53,12 @@ def start(folder, corpus, hosts, devices, *more, die_at=0):
     }
 
     def host(number):
-        script = [sys.executable, str(ROOT / "tests" / "llama_host.py"), str(folder), str(die_at)]
+        script = [
+            sys.executable,
+            str(ROOT / "tests" / "support" / "llama_host.py"),
+            str(folder),
+            str(die_at),
+        ]
         join = ["--distributed", f"{address},{hosts},{number}"] if hosts > 1 else []
         command = [*script, *argv.split(), "--data", str(corpus), *join, *more]
         return subprocess.Popen(
@@ -195,7 +200,7 @@ def test_where_one_host_refuses_all_stop_with_its_sentence(corpus, tmp_path):
     }
 
     def host(number):
-        script = [sys.executable, str(ROOT / "tests" / "llama_refusals.py")]
+        script = [sys.executable, str(ROOT / "tests" / "support" / "llama_refusals.py")]
         return subprocess.Popen(
             [*script, f"{address},{number}", str(number), str(tmp_path), str(corpus)],
             cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

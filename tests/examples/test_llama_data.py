@@ -18,7 +18,7 @@ from examples.kit.data import load as data
 from examples.kit.data import stream as data_stream
 from examples.kit.data.text import hold_out, split_docstrings
 
-CORPUS = Path(__file__).parents[2] / "shared" / "corpus"
+CORPUS = Path(__file__).parents[3] / "shared" / "corpus"
 SMALL = ["text", "tokens", "shards", "shards_held_out", "hub_json", "hub_parquet"]
 ALL = ["library", *SMALL]
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from contract.conftest import FORMS
+from contract_bases import FORMS
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 

@@ -43,7 +43,7 @@ from examples.paper.sweep import (
 )
 from magma_optax import attention_and_mlp
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WORDS = "the a mask of update moment gradient block keeps drops moves layer each every some".split()
 TASK = Task("nano", steps=20, batch_size=4, seq_len=16, dtype="float32")
 

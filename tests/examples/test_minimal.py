@@ -7,7 +7,7 @@ import sys
 
 
 def test_every_way_learns():
-    root = pathlib.Path(__file__).parents[1]
+    root = pathlib.Path(__file__).parents[2]
     command = [sys.executable, "-W", "error", "-m", "examples.minimal"]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     losses = dict(re.findall(r"^(\w+): +(\S+)$", result.stdout, re.M))

@@ -1,4 +1,4 @@
-"""Runs the cases of test_fused.py on an NVIDIA GPU: python tests/fused_on_gpu.py."""
+"""Runs the cases of test_fused.py on an NVIDIA GPU: python tests/library/fused_on_gpu.py."""
 
 import jax
 import test_fused

@@ -14,7 +14,7 @@ import pytest
 from examples.kit import console, interrupts, metrics
 from examples.llama import train
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAMS = [
     "llama.train",
     "nanomoe.train",
