@@ -2,11 +2,11 @@
 
 import functools
 
+import baselines_reference as reference
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import paper_baselines_reference as reference
 import pytest
 
 from examples.kit.optimizers import direction
