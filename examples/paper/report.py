@@ -106,14 +106,14 @@ def rate_table(found: Sequence[Record], names: Sequence[str]) -> str:
 
     One seed chooses the rate that `best_table` shows; here one can see what more seeds say.
     """
-    rates = sorted({record["settings"]["learning_rate"] for record in found})
+    grids = {name: losses_by_rate(found, name) for name in names}
+    rates = sorted({rate for grid in grids.values() for rate in grid})
     heads = ["arm", *(f"{rate:g}" for rate in rates), "lowest at"]
     accuracy = COLUMNS["test_accuracy"] if values(found, "test_accuracy") else None
     if accuracy:
         heads.append(f"{accuracy.title}, there")
     lines = [heads, ["---"] * len(heads)]
-    for name in names:
-        grid = losses_by_rate(found, name)
+    for name, grid in grids.items():
         cells = [
             f"{statistics.median(grid[rate]):.4f} ({len(grid[rate])})" if rate in grid else ""
             for rate in rates
