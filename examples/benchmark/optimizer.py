@@ -5,6 +5,7 @@
 
 Every number is a ratio to the bare base in the same process; arms take turns, and the median of
 several rounds counts. Prints Markdown tables and appends each row to `--out` as a line of JSON.
+It needs jax, optax and flax alone.
 """
 
 from examples.kit import interrupts
@@ -16,6 +17,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,8 +37,14 @@ from examples.kit.records import append
 from examples.llama import sharding
 from examples.llama.config import PRESETS
 from examples.llama.step import abstract_model, make_functions
-from examples.paper.baselines.matrices import select
-from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
+from magma_optax import (
+    attention_and_mlp,
+    describe_masking,
+    magma,
+    skip_update,
+    stacked,
+    with_magma,
+)
 from magma_optax.experimental.fused import FusedAdam, fused_adam
 
 PARTS = ("step", "train", "compile", "state", "peers")
@@ -246,8 +254,8 @@ def state_rows(args: argparse.Namespace) -> Iterator[Row]:
 
     for name in args.trees:
         shapes = tree(name)
-        chosen = select(shapes, attention_and_mlp)
-        masked = size(jax.tree.map(lambda yes, x: x if yes else None, chosen, shapes))
+        chosen = describe_masking(shapes, where=attention_and_mlp).masked
+        masked = sum(4 * math.prod(shape) for shape in chosen.values())  # float32
         for base_name in args.bases:
             states = {
                 form: size(jax.eval_shape(tx.init, shapes))
