@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,18 +32,12 @@ from examples.benchmark.timing import Arm, compile_step, in_turns
 from examples.kit.console import say
 from examples.kit.optimizers import direction
 from examples.kit.options import Parser, local_path, whole
+from examples.kit.paths import by_path
 from examples.kit.records import append
 from examples.llama import sharding
 from examples.llama.config import PRESETS
 from examples.llama.step import abstract_model, make_functions
-from magma_optax import (
-    attention_and_mlp,
-    describe_masking,
-    magma,
-    skip_update,
-    stacked,
-    with_magma,
-)
+from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
 from magma_optax.experimental.fused import FusedAdam, fused_adam
 
 PARTS = ("step", "train", "compile", "state", "peers")
@@ -254,8 +247,7 @@ def state_rows(args: argparse.Namespace) -> Iterator[Row]:
 
     for name in args.trees:
         shapes = tree(name)
-        chosen = describe_masking(shapes, where=attention_and_mlp).masked
-        masked = sum(4 * math.prod(shape) for shape in chosen.values())  # float32
+        masked = size([x for path, x in by_path(shapes).items() if attention_and_mlp(path, x)])
         for base_name in args.bases:
             states = {
                 form: size(jax.eval_shape(tx.init, shapes))
