@@ -58,7 +58,7 @@ class CommandLine:
         return typed | {"out is given": self._args.out is not None}
 
     def resolve(self, saved: Mapping[str, Any]) -> TrainConfig:
-        """See `resolve`."""
+        """Returns the configuration; see the function of this name."""
         return resolve(self._args, saved)
 
 

@@ -41,13 +41,7 @@ from examples.kit.progress import open_bar, show
 from examples.llama import sharding
 from examples.llama.options import CommandLine
 from examples.llama.sample import continuations
-from examples.llama.step import (
-    abstract_model,
-    abstract_state,
-    decays,
-    layer_blocks,
-    make_functions,
-)
+from examples.llama.step import abstract_model, abstract_state, decays, layer_blocks, make_functions
 from examples.llama.train_config import TrainConfig
 
 PROGRAM = "examples.llama.train"
