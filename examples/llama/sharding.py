@@ -75,6 +75,13 @@ def make_mesh(sizes: Mapping[str, int], explicit: bool = False) -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=(kind, kind, AxisType.Auto))
 
 
+def describe(mesh: Mesh) -> str:
+    """Names the devices and, where there are several, the mesh that they form."""
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+    hosts = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
+    return f"{mesh.size} device(s){hosts}{f': {axes}' if axes else ''}"
+
+
 def make_layout(
     mesh: Mesh,
     config: LlamaConfig,

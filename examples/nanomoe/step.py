@@ -1,4 +1,7 @@
-"""nanoMoE's training step, as pure functions of its parameters."""
+"""nanoMoE's training step, as pure functions of its parameters.
+
+Also here is what an optimizer has to know of them: what decays, and how they are cut into blocks.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +16,16 @@ from examples.kit.loss import cross_entropy
 from examples.kit.step import Batch, apply, cut, gradient
 from examples.nanomoe.config import NanoMoEConfig
 from examples.nanomoe.model import NanoMoE, router_loss
+
+
+def matrices(params: optax.Params) -> optax.Params:
+    """Marks what decays: all but the norms."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def expert_axis(path: str, leaf: jax.ShapeDtypeStruct) -> int | tuple[()]:
+    """Returns the axis that counts blocks: 0 of the experts' (E, ., .); other leaves are one."""
+    return 0 if "experts" in path.split("/") else ()
 
 
 def make_losses(config: NanoMoEConfig) -> tuple[Callable, Callable]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_place import Place
+from trainers import WORDS
 
 from examples.kit import checkpoint, folder, metrics
 from examples.kit.options import SettingsError
@@ -213,9 +214,6 @@ def test_a_folder_that_checkpoints_cannot_be_read_from_is_refused(tmp_path, part
 
 # ---------------------------------------------------------------------------------------------
 # The trainer
-
-
-WORDS = "the a mask of update moment gradient block keeps drops moves layer each every some".split()
 
 
 @pytest.fixture(scope="module")
