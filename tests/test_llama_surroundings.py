@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -185,6 +186,26 @@ def test_an_output_that_fails_is_let_go(monkeypatch, failure):
     console.say("nor this")
 
 
+def test_a_terminal_that_is_slow_at_the_moment_is_kept(monkeypatch):
+    readable, writable = os.pipe()
+    with open(readable) as reader, open(writable, "w") as terminal:
+        slow = {"write.side_effect": BlockingIOError(), "fileno.return_value": writable}
+        monkeypatch.setattr(sys, "stdout", mock.Mock(**slow))
+        console.say("nobody hears it")
+        print("later", file=terminal, flush=True)
+        assert reader.readline() == "later\n"
+
+
+def test_a_run_does_not_fail_for_want_of_a_picture(monkeypatch, capsys):
+    def plot(*_):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(train, "plot", plot)
+    train.draw(Path("run"), 1.0)
+    warning = "warning: the curves could not be drawn (RuntimeError: no fonts)\n"
+    assert capsys.readouterr().err == warning
+
+
 def test_errors_and_samples_have_no_control_characters(capsys):
     console.print_error("two\nlines\x1b[31m in\x07 one")
     assert capsys.readouterr().err == "error: two lines\\x1b[31m in\\x07 one\n"
@@ -246,6 +267,19 @@ with interrupts.StopSignal(lambda: "steps after 40 are lost") as stop:
         assert error.split("\n")[-2] == f"error: {name}: steps after 40 are lost"
         assert f"{name}: stopping; once more ends at once" in error
         assert process.returncode == 128 + number
+
+
+def test_a_second_ctrl_c_says_which_steps_the_trainer_loses(corpus, tmp_path, monkeypatch):
+    def press_twice(stop, step):
+        if step == 3:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train, "stop_reached", press_twice)
+    argv = options(corpus, tmp_path / "run", "--checkpoint-every", "1", "--steps", "9")
+    said = "steps after [12] are lost; go on with: python -m examples.llama.train --preset tiny "
+    with pytest.raises(KeyboardInterrupt, match=said + ".*--resume"):
+        train.main(argv)
 
 
 def test_a_second_ctrl_c_interrupts_a_notebook():
