@@ -84,9 +84,9 @@ for program in {PROGRAMS}:
     importlib.import_module("examples." + program)
 from examples.llama.figure import Figure
 Figure().savefig({str(tmp_path / "figure.png")!r})
-assert os.environ["MPLBACKEND"] == "module://of.a.notebook"
+assert os.environ["MPLBACKEND"] == "of_a_notebook"
 """
-    env = os.environ | {"MPLBACKEND": "module://of.a.notebook"}
+    env = os.environ | {"MPLBACKEND": "of_a_notebook"}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=120)
     assert (tmp_path / "figure.png").stat().st_size > 0
 
@@ -102,7 +102,7 @@ def test_a_run_outlives_its_terminal_and_odd_settings(corpus, tmp_path):
     """Nobody reads on after the first line, the text can't be shown, no transfer is implicit."""
     env = {
         "PYTHONIOENCODING": "ascii",
-        "MPLBACKEND": "module://of.a.notebook",
+        "MPLBACKEND": "of_a_notebook",
         "JAX_TRANSFER_GUARD": "disallow",
         "OPENBLAS_NUM_THREADS": "1",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
@@ -248,8 +248,10 @@ with interrupts.StopSignal(lambda: "steps after 40 are lost") as stop:
     while stop.number is None:
         time.sleep(0.01)
     print("noted", flush=True)
-    ctypes.CDLL(None).pause()  # Python's handlers don't run in here
-    ctypes.CDLL(None).sleep(60)
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)  # waits for ever; no signal wakes it, so Python's handlers don't run
+    time.sleep(60)
 """
     for number in (signal.SIGINT, signal.SIGTERM):
         process = subprocess.Popen(
