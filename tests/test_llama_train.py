@@ -20,6 +20,7 @@ import pytest
 from flax import nnx
 
 from examples.llama import checkpoint, metrics, train
+from examples.llama import options as llama_options
 from examples.llama.config import LlamaConfig
 from examples.llama.folder import fresh_folder
 from examples.llama.model import Llama, cross_entropy
@@ -283,6 +284,14 @@ def test_wrong_options_are_one_line(capsys, tmp_path, monkeypatch, wrong, messag
     monkeypatch.chdir(tmp_path)
     assert message in error(capsys, shlex.split(wrong))
     assert not list(tmp_path.iterdir())  # nothing is left behind
+
+
+def test_a_run_keeps_its_dtype_on_another_device(monkeypatch):
+    monkeypatch.setattr(llama_options, "platform", lambda: "gpu")
+    argv = "--preset tiny --batch-size 8 --out run --resume".split()
+    for saved in ("float32", "bfloat16"):
+        args = llama_options.resolve(llama_options.parser().parse(argv), {"dtype": saved})
+        assert args.dtype == saved
 
 
 @pytest.mark.parametrize("text", ["", "too short"])
