@@ -19,11 +19,12 @@ import pytest
 from flax import nnx
 from trainers import refusal, write_corpus
 
-from examples.kit import checkpoint, metrics
+from examples.kit import checkpoint, metrics, training_options
 from examples.kit.folder import fresh_folder
 from examples.kit.loss import cross_entropy
 from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig, assemble, direction, schedule
 from examples.kit.paths import by_path
+from examples.llama import options as llama_options
 from examples.llama import train
 from examples.llama.config import LlamaConfig
 from examples.llama.model import Llama
@@ -276,6 +277,15 @@ def test_wrong_options_are_one_line(capsys, tmp_path, monkeypatch, wrong, messag
     monkeypatch.chdir(tmp_path)
     assert message in error(capsys, shlex.split(wrong))
     assert not list(tmp_path.iterdir())  # nothing is left behind
+
+
+def test_a_run_keeps_its_dtype_on_another_device(monkeypatch):
+    monkeypatch.setattr(llama_options, "platform", lambda: "gpu")
+    monkeypatch.setattr(training_options, "platform", lambda: "gpu")
+    argv = "--preset tiny --batch-size 8 --out run --resume".split()
+    for saved in ("float32", "bfloat16"):
+        config = llama_options.resolve(llama_options.parser().parse(argv), {"dtype": saved})
+        assert config.model.dtype == saved
 
 
 @pytest.mark.parametrize("text", ["", "too short"])

@@ -1,6 +1,9 @@
 """The mixture of experts: sizes, names, its function against NumPy loops, and its trainer."""
 
+import contextlib
 import dataclasses
+import io
+import json
 import math
 import re
 import shlex
@@ -15,6 +18,7 @@ from trainers import refusal, write_corpus
 
 from examples.kit import metrics
 from examples.kit.data.load import load
+from examples.kit.folder import SETTINGS
 from examples.kit.optimizers import OptimizerConfig, assemble
 from examples.kit.paths import by_path
 from examples.nanomoe import train
@@ -482,7 +486,9 @@ def finished(corpus, tmp_path_factory):
     options = "--preset tiny --magma --experts-as-blocks --steps 60 --warmup 6 --eval-every 30"
     options += " --learning-rate 0.01"
     argv = [*options.split(), "--data", str(corpus), "--out", str(out)]
-    assert train.main(argv) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert train.main(argv) == 0
+    (out.parent / "printed").write_text(printed.getvalue())
     return out
 
 
@@ -508,6 +514,17 @@ def test_a_run_leaves_records_and_a_picture(finished):
         assert len(scores["h/0/mlp/experts/c_fc"]) == 8
         assert 0 < scores["h/1/mlp/c_fc"] < 1
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_optimizer_what_is_masked_and_all_settings_are_told(finished):
+    printed = (finished.parent / "printed").read_text()
+    assert "adamw with Magma, peak learning rate 0.01: 6 steps of linear warm-up" in printed
+    assert " leaves in 22 blocks, " in printed
+    settings = json.loads((finished / SETTINGS).read_text())
+    assert settings["command"].startswith("python -m examples.nanomoe.train --preset tiny ")
+    assert settings["options"]["learning_rate"] == 0.01
+    assert settings["options"]["weight_decay"] == 0.1  # as resolved
+    assert len(settings["data"]["digest"]) == 32
 
 
 def error(capsys, argv):
