@@ -24,7 +24,7 @@ from examples.paper.tasks.nano_moe import Task
 from examples.paper.trainer import Trainer
 from magma_optax import attention_and_mlp, summarize
 
-TINY = "--preset tiny --steps 6 --batch-size 4 --seq-len 16 --seeds 2 --reach 2"
+TINY = "--preset tiny --steps 6 --batch-size 4 --seq-len 16 --seeds 2"
 
 
 @pytest.fixture(scope="module", autouse=True)
