@@ -29,7 +29,7 @@ from jax.typing import ArrayLike
 from examples.kit.optimizers import direction
 from examples.kit.options import whole
 from examples.nanomoe.config import PRESETS, RECIPES
-from examples.nanomoe.train import expert_axis, matrices
+from examples.nanomoe.step import expert_axis, matrices
 from examples.paper import RESULTS
 from examples.paper.arms import Arm, Base, Build, family, magma, plain
 from examples.paper.baselines.c_adam import scale_by_c_adam

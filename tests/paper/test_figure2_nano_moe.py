@@ -15,7 +15,7 @@ from examples.kit import optimizers, records
 from examples.kit.optimizers import OptimizerConfig
 from examples.nanomoe.config import PRESETS, RECIPES
 from examples.nanomoe.model import NanoMoE
-from examples.nanomoe.train import expert_axis, matrices
+from examples.nanomoe.step import expert_axis, matrices
 from examples.paper import command, figure2_nano_moe, runner
 from examples.paper.arms import MEAN_MULTIPLIER
 from examples.paper.figure2_nano_moe import ARMS, CENTRE
