@@ -21,15 +21,14 @@ PROGRAMS = [
     "llama.train",
     "nanomoe.train",
     "benchmark.optimizer",
-    "paper.ablations",
-    "paper.linear_transformer",
-    "paper.llama_c4",
-    "paper.llama_report",
-    "paper.nano_moe",
-    "paper.negative_control",
-    "paper.negative_control_report",
-    "paper.quadratics",
-    "paper.theory",
+    "paper.appendix_ablations",
+    "paper.appendix_resnet",
+    "paper.figure2_nano_moe",
+    "paper.figure3_heavy_tails",
+    "paper.figure4_quadratics",
+    "paper.report",
+    "paper.section5_theory",
+    "paper.table1_llama",
 ]
 
 
