@@ -173,7 +173,7 @@ def test_arrays_of_another_model_are_named(copy):
     params, opt_state = tree(0)
     more = params | {"more": jnp.zeros(2)}
     with checkpoint.open_manager(copy) as manager:
-        with pytest.raises(checkpoint.DamagedError, match="params: it and .* differ in more"):
+        with pytest.raises(checkpoint.DamagedError, match=r"params: it and .* differ in more"):
             checkpoint.restore(manager, more, opt_state, Place(line=0), 1, {"seed": 0})
 
 
