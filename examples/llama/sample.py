@@ -12,7 +12,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
-from examples.llama.sharding import Layout
+from examples.llama.sharding import Layout, put
 
 
 def continuations(
@@ -44,12 +44,10 @@ def continuations(
     tokens = sample(
         graphdef,
         params,
-        jax.make_array_from_process_local_data(layout.replicated, rows),
+        put(rows, layout.replicated),
         jax.jit(jax.random.key, static_argnums=0, out_shardings=layout.replicated)(seed),
         length=length,
-        temperature=jax.make_array_from_process_local_data(
-            layout.replicated, np.float32(temperature)
-        ),
+        temperature=put(np.float32(temperature), layout.replicated),
     )
     with jax.transfer_guard("allow"):  # it is meant, and not left to us
         return multihost_utils.process_allgather(tokens, tiled=True).tolist()  # wherever they are
