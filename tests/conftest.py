@@ -5,8 +5,8 @@ import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Nearly all the time goes into compiling tiny programs: without LLVM's optimizations, and with the
-# older generator of fused kernels, in a fifth of the time. Versions of XLA without the latter ignore
-# it. MAGMA_TEST_XLA_FLAGS="" compiles as users do.
+# older generator of fused kernels, in a fifth of the time. A version of XLA without the latter
+# ignores its name. MAGMA_TEST_XLA_FLAGS="" compiles as users do.
 _QUICK = (
     "--xla_backend_optimization_level=0 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
