@@ -24,7 +24,7 @@ def test_masks_scales_and_leaves_the_base_alone(form, base_name, base):
 
     Under `lax.scan`, so that structure and dtypes of the state are constant too.
     """
-    updates, states = scan_steps(form.wrap(base, key=1), PARAMS, STEPS)
+    updates, states = scan_steps(form.wrap(base, key=1), STEPS)
     expected, base_states = bare_steps(base_name, STEPS)
     # Fused differently, the base's own arithmetic may differ in the last bits.
     chex.assert_trees_all_close(form.base_state(states), base_states, rtol=2e-5, atol=1e-7)
@@ -43,7 +43,7 @@ def test_masks_scales_and_leaves_the_base_alone(form, base_name, base):
 
 def test_p_one_without_damping_is_the_base(form, base_name, base):
     kwargs = {} if form.name == "skip_update" else {"damping": False}
-    updates, _ = scan_steps(form.wrap(base, survival_prob=1.0, **kwargs), PARAMS, STEPS)
+    updates, _ = scan_steps(form.wrap(base, survival_prob=1.0, **kwargs), STEPS)
     # Not bit for bit: XLA fuses the base otherwise, and Muon's iterations amplify the rounding.
     atol = 1e-6 if base_name == "muon" else 1e-7
     chex.assert_trees_all_close(updates, bare_steps(base_name, STEPS)[0], rtol=2e-5, atol=atol)

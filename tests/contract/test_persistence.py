@@ -12,13 +12,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from contract_bases import PARAMS, loss
+from contract_bases import PARAMS, grads_at
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from magma_optax import attention_and_mlp, magma, stacked, with_magma
 
-GRADS = [jax.grad(loss)(PARAMS, seed) for seed in range(4)]
+GRADS = [grads_at(seed) for seed in range(4)]
 
 
 def continue_run(tx, state):
@@ -193,8 +193,8 @@ def test_from_an_adam_checkpoint_to_magma():
 def test_a_parameter_added_after_the_checkpoint(form):
     """The base's moments, scores and coins of the old parameters go on as they were."""
     tx = form.wrap(optax.adam(1e-2), key=4)
-    old = {"a": jnp.ones(3), "z": jnp.ones(4)}
-    new = {"a": jnp.ones(3), "m": jnp.ones(2), "z": jnp.ones(4)}
+    old = {"a": jnp.array([1.0, 2.0]), "z": jnp.array([-3.0, 1.0])}
+    new = old | {"m": jnp.array([2.0, 5.0])}
     before = tx.init(old)
     for n in range(3):
         _, before = tx.update(optax.tree.scale(1 - n, old), before, old, grad=old)

@@ -195,12 +195,11 @@ def test_equinox_modules_with_other_leaves_filtered_out(form):
         assert "weight" in form.state(state).alignment["layers"]["0"]
 
 
-def test_two_thousand_leaves(form):
-    params = {f"layer_{n}": {"w": jnp.full((2, 2), 1.0 + n)} for n in range(2000)}
+def test_many_leaves(form):
+    params = {f"layer_{n}": {"w": jnp.full((2, 2), 1.0 + n)} for n in range(128)}
     tx = form.link(key=2)
-    state = tx.init(params)
-    updates, state = tx.update(params, state, params, grad=params)
+    updates, state = tx.update(params, tx.init(params), params, grad=params)
     alive = np.mean([bool(np.any(leaf)) for leaf in jax.tree.leaves(updates)])
-    # 0.5 +- 5 standard deviations of 2,000 coins.
-    assert abs(alive - 0.5) < 5 * 0.5 / np.sqrt(2000)
+    # 0.5 +- 5 standard deviations of 128 coins.
+    assert abs(alive - 0.5) < 5 * 0.5 / np.sqrt(128)
     assert isinstance(state, MagmaState)

@@ -71,27 +71,34 @@ FORMS = {
 }
 
 
-def run_step(tx, params, state, seed=0, **extra):
-    """One step with `grad` and what sophia asks for: (updates, state, gradients)."""
-    grads = jax.grad(loss)(params, seed)
+_gradient = jax.jit(jax.grad(loss))
+
+
+@functools.cache
+def grads_at(seed: int) -> Any:
+    """Gradients at `PARAMS`: computed once, so that no test compiles the loss again."""
+    return _gradient(PARAMS, seed)
+
+
+def run_step(tx, grads, state, seed=0, **extra):
+    """One step from `PARAMS`, with `grad` and what sophia asks for: (updates, state)."""
     extra = {"grad": grads, "obj_fn": lambda p: loss(p, seed), **extra}
-    updates, state = tx.update(grads, state, params, **extra)
-    return updates, state, grads
+    return tx.update(grads, state, PARAMS, **extra)
 
 
 @functools.cache
 def bare_steps(name: str, steps: int) -> Any:
     """Updates and states of a base alone, over steps at constant parameters."""
-    tx = optax.with_extra_args_support(BASES[name]())
-    return scan_steps(tx, PARAMS, steps)
+    return scan_steps(optax.with_extra_args_support(BASES[name]()), steps)
 
 
-def scan_steps(tx, params, steps):
+def scan_steps(tx, steps):
     """Jitted: (updates, state) after each of ``steps`` steps at constant parameters, stacked."""
 
-    def body(state, seed):
-        updates, state, _ = run_step(tx, params, state, seed)
+    def body(state, given):
+        updates, state = run_step(tx, given[1], state, given[0])
         return state, (updates, state)
 
-    run = jax.jit(lambda state: jax.lax.scan(body, state, jnp.arange(steps))[1])
-    return run(tx.init(params))
+    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(grads_at, range(steps)))
+    run = jax.jit(lambda state, given: jax.lax.scan(body, state, given)[1])
+    return run(tx.init(PARAMS), (jnp.arange(steps), grads))
