@@ -5,6 +5,7 @@
 
 Every number is a ratio to the bare base in the same process; arms take turns, and the median of
 several rounds counts. Prints Markdown tables and appends each row to `--out` as a line of JSON.
+It needs jax, optax and flax alone.
 """
 
 from examples.kit import interrupts
@@ -31,11 +32,11 @@ from examples.benchmark.timing import Arm, compile_step, in_turns
 from examples.kit.console import say
 from examples.kit.optimizers import direction
 from examples.kit.options import Parser, local_path, whole
+from examples.kit.paths import by_path
 from examples.kit.records import append
 from examples.llama import sharding
 from examples.llama.config import PRESETS
 from examples.llama.step import abstract_model, make_functions
-from examples.paper.baselines.matrices import select
 from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
 from magma_optax.experimental.fused import FusedAdam, fused_adam
 
@@ -246,8 +247,7 @@ def state_rows(args: argparse.Namespace) -> Iterator[Row]:
 
     for name in args.trees:
         shapes = tree(name)
-        chosen = select(shapes, attention_and_mlp)
-        masked = size(jax.tree.map(lambda yes, x: x if yes else None, chosen, shapes))
+        masked = size([x for path, x in by_path(shapes).items() if attention_and_mlp(path, x)])
         for base_name in args.bases:
             states = {
                 form: size(jax.eval_shape(tx.init, shapes))

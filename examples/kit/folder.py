@@ -19,6 +19,7 @@ from examples.kit import hosts, metrics
 from examples.kit.console import print_warning
 from examples.kit.options import SettingsError
 
+RUNS = Path("runs")  # where fresh folders come
 SETTINGS = "settings.json"
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")
 
@@ -36,7 +37,7 @@ def claim(out: Path | None, resume: bool, name: str) -> Path:
         OSError: If it can't be created.
     """
     with hosts.together():  # every host looks before one writes
-        require_plain(Path("runs") if out is None else out)
+        require_plain(RUNS if out is None else out)
         if resume and not (out / metrics.FILE).exists():
             raise SettingsError(f"{out} holds no run to go on with; see --out")
         if not resume and out is not None and out.is_dir() and any(out.iterdir()):
@@ -48,12 +49,23 @@ def claim(out: Path | None, resume: bool, name: str) -> Path:
         return out
     with hosts.together():
         if jax.process_index() == 0:
-            out = fresh_folder(Path("runs"), name) if out is None else out
-            out.mkdir(parents=True, exist_ok=True)
+            out = create(out, name)
             (out / metrics.FILE).touch()  # from here on there is a run to go on with
     with hosts.together():
         if not (out / metrics.FILE).exists():
             raise SettingsError(f"--out {out} is not the folder that host 0 sees; share one")
+    return out
+
+
+def create(out: Path | None, name: str) -> Path:
+    """Creates `out`, or a fresh folder of this name under ``runs``.
+
+    Raises:
+        OSError: If it can't be created.
+    """
+    if out is None:
+        return fresh_folder(RUNS, name)
+    out.mkdir(parents=True, exist_ok=True)
     return out
 
 
@@ -82,9 +94,9 @@ def fresh_folder(parent: Path, name: str) -> Path:
     raise AssertionError("counted to the end")
 
 
-def resume_command(argv: Sequence[str], folder: Path) -> str:
-    """Returns the command that goes on with a run started with `argv`."""
-    command = ["python", "-m", "examples.llama.train", *argv]
+def resume_command(program: str, argv: Sequence[str], folder: Path) -> str:
+    """Returns the command that goes on with a run of the module `program`, started with `argv`."""
+    command = ["python", "-m", program, *argv]
     if not any(option.split("=")[0] == "--out" for option in argv):
         command += ["--out", str(folder)]
     if "--resume" not in argv:

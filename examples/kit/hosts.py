@@ -1,4 +1,4 @@
-"""Several hosts: they join, compare what they were given, and stop together if one cannot start.
+"""Several hosts: they join, compare what they were given, and start and stop together.
 
 Nothing here does anything on a single host.
 """
@@ -6,6 +6,7 @@ Nothing here does anything on a single host.
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,9 +15,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from examples.kit.console import print_error
 from examples.kit.options import SettingsError
 
 PATIENCE = 24 * 3600  # seconds for the slowest host to read its data
+FAILED = 3  # exit status of a host that failed or lost another
 _exchanges = itertools.count()
 
 
@@ -115,3 +118,31 @@ def differences(one: Mapping[str, Any], two: Mapping[str, Any], here: str, there
         for name in sorted(one.keys() | two.keys())
         if one.get(name) != two.get(name)
     )
+
+
+def agree_to_stop(stop: bool, step: int) -> bool:
+    """Says whether to stop after `step`, on all hosts alike; on a single one that is `stop`."""
+    if several():
+        return multihost_utils.reached_preemption_sync_point(step)
+    return stop
+
+
+@contextlib.contextmanager
+def one_for_all() -> Iterator[None]:
+    """With several hosts, ends this process at once if what it holds fails.
+
+    An orderly end would wait for the other hosts: for their part of a checkpoint, and for all to
+    leave together. But they are gone, or wait for this one. A host that waits inside the runtime
+    is ended by it after the timeout that `join` was given.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not several() or isinstance(error, RefusedError):
+            raise  # there is no other, or all see the same error
+        print_error(
+            f"host {jax.process_index()} of {jax.process_count()} can't go on, as it failed or "
+            "lost another; start all hosts again with --resume, which goes on from the last "
+            f"complete checkpoint ({type(error).__name__}: {error})"
+        )
+        os._exit(FAILED)

@@ -37,17 +37,15 @@ class StopSignal:
     it raises KeyboardInterrupt instead. Outside the main thread, which alone gets signals, nothing
     is noted.
 
+    Args:
+        lost: Says what a second signal loses.
+        several_hosts: `jax.distributed` looks after SIGTERM, and is sent one for a SIGINT.
+
     Attributes:
         number: The first signal, or None.
     """
 
     def __init__(self, lost: Callable[[], str], several_hosts: bool = False):
-        """Notes nothing yet.
-
-        Args:
-            lost: Says what a second signal loses.
-            several_hosts: `jax.distributed` looks after SIGTERM, and is sent one for a SIGINT.
-        """
         self.number: int | None = None
         self._lost = lost
         self._several_hosts = several_hosts
@@ -55,7 +53,6 @@ class StopSignal:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
-        """Takes the signals over."""
         global _receive
         if threading.current_thread() is not threading.main_thread():
             return self
@@ -67,7 +64,6 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives them back."""
         global _receive
         if self._before and _receive:
             _receive = _end

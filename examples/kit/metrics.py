@@ -72,11 +72,9 @@ class Metrics:
         self._events.flush()
 
     def __enter__(self) -> "Metrics":
-        """Nothing to do; the files are open."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes both files."""
         try:
             self._lines.close()
         finally:

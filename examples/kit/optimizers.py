@@ -8,8 +8,9 @@ import jax
 import optax
 import optax.contrib
 
+from examples.kit.options import SettingsError
 from examples.kit.paths import path_string
-from magma_optax import attention_and_mlp, describe_masking, skip_update, stacked, with_magma
+from magma_optax import attention_and_mlp, describe_masking, skip_update, with_magma
 
 # Peak learning rates: for the base as it is, and under Magma. Magma scales the attention and MLP
 # updates by about 0.28 on average and wants about three times the rate. Adam's pair was measured:
@@ -26,6 +27,9 @@ LEARNING_RATES = {
     "adafactor": (1e-3, 3e-3),
     "muon": (3e-3, 9e-3),
 }
+
+
+Blocks = str | Callable  # What magma_optax takes as `blocks`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +61,6 @@ class OptimizerConfig:
     survival_prob: float | str = 0.5
     temperature: float = 2.0
     mask_key: int = 0
-
-
-def decays(params: optax.Params) -> optax.Params:
-    """Marks what decays: everything but the norms (whose rank says nothing when stacked)."""
-    return jax.tree.map_with_path(lambda path, _: not path_string(path).endswith("weight"), params)
 
 
 def muon_dimensions(params: optax.Params) -> optax.Params:
@@ -124,25 +123,13 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
     )
 
 
-def build(config: OptimizerConfig, scan_layers: bool) -> optax.GradientTransformationExtraArgs:
-    """Builds the Llama's optimizer.
-
-    Args:
-        config: What to build.
-        scan_layers: The model's layers are stacked on axis 0; each gets its own score and coin.
-
-    Raises:
-        ValueError: For values that optax or magma_optax refuse.
-    """
-    return assemble(config, layer_blocks(scan_layers), decays)
+def rate_at(schedule: optax.Schedule, step: int) -> float:
+    """Returns the learning rate after `step` steps, computed on its own beside the training."""
+    with jax.transfer_guard("allow"):
+        return float(schedule(step))
 
 
-def layer_blocks(scan_layers: bool) -> str | Callable:
-    """Returns how the Llama's parameters are cut into blocks: one per matrix and layer."""
-    return stacked(0) if scan_layers else "leaf"
-
-
-def describe(config: OptimizerConfig, blocks: str | Callable, params: optax.Params) -> str:
+def describe(config: OptimizerConfig, blocks: Blocks, params: optax.Params) -> str:
     """Says in two lines which optimizer it is, at which rate, and what is masked.
 
     Args:
@@ -164,8 +151,22 @@ def describe(config: OptimizerConfig, blocks: str | Callable, params: optax.Para
     )
 
 
+def make(
+    config: OptimizerConfig, blocks: Blocks, decays: Callable[[optax.Params], optax.Params]
+) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
+    """Returns what `assemble` does, and the learning rate as a function of the steps done.
+
+    Raises:
+        SettingsError: For values that optax or magma_optax refuse.
+    """
+    try:
+        return assemble(config, blocks, decays), schedule(config)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
 def assemble(
-    config: OptimizerConfig, blocks: str | Callable, decays: Callable[[optax.Params], optax.Params]
+    config: OptimizerConfig, blocks: Blocks, decays: Callable[[optax.Params], optax.Params]
 ) -> optax.GradientTransformationExtraArgs:
     """Builds the optimizer of any model.
 

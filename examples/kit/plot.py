@@ -5,9 +5,18 @@ from pathlib import Path
 import numpy as np
 
 from examples.kit import metrics
+from examples.kit.console import print_warning, say
 from examples.kit.figure import Axes, Figure, colormaps
 
 LOSSES = [("loss", "training", "-"), ("valid_loss", "validation", "o-")]
+
+
+def draw(folder: Path, unigram_entropy: float) -> None:
+    """Draws the curves and says where; a run does not fail for want of a picture."""
+    try:
+        say(f"curves: {plot(folder, unigram_entropy)}")
+    except Exception as error:
+        print_warning(f"the curves could not be drawn ({type(error).__name__}: {error})")
 
 
 def plot(folder: Path, unigram_entropy: float) -> Path:

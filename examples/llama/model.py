@@ -44,7 +44,6 @@ class RMSNorm(nnx.Module):
     """Divides by the root mean square over the last axis, in float32."""
 
     def __init__(self, config: LlamaConfig):
-        """Starts at weight 1."""
         self.config = config
         self.weight = nnx.Param(jnp.ones(config.hidden_size))
 
@@ -98,7 +97,6 @@ class Layer(nnx.Module):
     """One decoder layer: attention and MLP, each behind a norm and a residual connection."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        """Draws the matrices."""
         self.input_layernorm = RMSNorm(config)
         self.self_attn = Attention(config, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config)
@@ -144,7 +142,6 @@ class Llama(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        """Draws all parameters from `rngs`."""
         self.config = config
         # In float32: the gradient of a frequent token sums thousands of positions, which bfloat16
         # would round at every one, in atomic operations that a GPU has for float32 alone.

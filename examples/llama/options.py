@@ -4,45 +4,62 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
 
 import jax
 
+from examples.kit import training_options
 from examples.kit.optimizers import LEARNING_RATES
 from examples.kit.options import (
     Parser,
     SettingsError,
     default,
-    local_path,
+    jsonable,
     need,
     number,
     platform,
-    probability,
     whole,
 )
+from examples.kit.training_options import knowing
 from examples.llama.config import PRESETS, RECIPES
 from examples.llama.sharding import AXES
+from examples.llama.train_config import Devices, Run, TrainConfig
 
-# These may change when a run goes on: they don't touch the parameters, beyond rounding. Which data
-# it is, its digest says, not its path.
-FREE_SETTINGS = {
-    "data",
-    "tokenizer",
-    "attention",
-    "out",
-    "resume",
-    "mesh",
-    "mesh_axes",
-    "accumulate",
-    "distributed",
-    "host_timeout",
-    "checkpoint_every",
-    "eval_every",
-    "eval_batches",
-    "log_every",
-    "prompt",
-    "sample_temperature",
-}
+
+class CommandLine:
+    """What was typed on this host, to be compared with the others' and then resolved.
+
+    Attributes:
+        refusal: Why it can't be used; None if it can, as far as is known.
+        distributed: Where the hosts meet, for `hosts.join`; None for a single host.
+        host_timeout: Seconds after which a silent host is lost.
+    """
+
+    def __init__(self, argv: Sequence[str]):
+        self.refusal: SettingsError | None = None
+        try:
+            self._args = parser().parse(argv)
+        except SettingsError as error:
+            self.refusal, self._args = error, host_options(argv)
+        self.distributed: tuple[str, int, int] | tuple[()] | None = self._args.distributed
+        self.host_timeout: int = self._args.host_timeout
+
+    @property
+    def resumed(self) -> Path | None:
+        """The folder of the run to go on with; None for a new run."""
+        return self._args.out if self._args.resume else None
+
+    def common(self) -> dict[str, Any]:
+        """Returns what every host has to be given alike, ready for JSON: all but paths."""
+        own = {"distributed", "out", "data", "tokenizer"}
+        typed = {name: x for name, x in jsonable(self._args).items() if name not in own}
+        return typed | {"out is given": self._args.out is not None}
+
+    def resolve(self, saved: Mapping[str, Any]) -> TrainConfig:
+        """Returns the configuration; see the function of this name."""
+        return resolve(self._args, saved)
 
 
 def mesh(text: str) -> dict[str, int]:
@@ -67,56 +84,52 @@ def hosts(text: str) -> tuple[str, int, int]:
     return parts[0], count, index
 
 
-def parser() -> Parser:
-    """Returns the parser of the command line."""
-    count, positive, seed = whole(1), number(0.0, above=True), whole(0)
-    parser = Parser(
-        prog="python -m examples.llama.train",
-        description="Trains a Llama on text, with or without Magma.",
-    )
+def parser(program: str = "python -m examples.llama.train") -> Parser:
+    """Returns the parser of the command line of `program`."""
+    parser = Parser(prog=program, description="Trains a Llama on text, with or without Magma.")
 
-    add = parser.add_argument_group("model").add_argument
-    add("--preset", choices=PRESETS, default="nano", help="size of the model (%(default)s)")
+    add = knowing(parser.add_argument_group("model").add_argument)
+    add("--preset", choices=PRESETS)
     add("--scan-layers", action="store_true", help="stack the layers: compiles faster")
     add("--remat", action="store_true", help="recompute layers in the backward pass")
-    add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
+    add("--dtype")
     add("--attention", choices=["xla", "cudnn"], help="implementation (cudnn for bfloat16 on GPUs)")
 
-    add = parser.add_argument_group("data").add_argument
-    add("--data", help="what examples.kit.data.load.load reads (the Python standard library)")
-    add("--tokenizer", help="path of a tokenizer.json (bytes, or the data's own)")
+    add = knowing(parser.add_argument_group("data").add_argument)
+    add("--data")
+    add("--tokenizer")
     add("--packing", choices=["concat", "document"], default="concat", help="rows (%(default)s)")
-    add("--batch-size", type=count, help="sequences a step, over all devices (by preset)")
-    add("--seq-len", type=count, help="tokens a sequence (by preset)")
+    add("--batch-size", help="sequences a step, over all devices (by preset)")
+    add("--seq-len")
 
-    add = parser.add_argument_group("optimizer").add_argument
+    add = knowing(parser.add_argument_group("optimizer").add_argument)
     add("--optimizer", choices=LEARNING_RATES, default="adam", help="the base (%(default)s)")
-    add("--magma", action="store_true", help="apply Magma to attention and MLP matrices")
+    add("--magma", help="apply Magma to attention and MLP matrices")
     add("--skip-update", action="store_true", help="apply SkipUpdate to them")
-    add("--survival-prob", type=probability, help="of a masked block, or 'alignment' (0.5)")
-    add("--temperature", type=positive, help="Magma's (2.0)")
-    add("--mask-key", type=seed, help="seed of the coins (--seed)")
-    add("--learning-rate", type=positive, help="peak (by optimizer; only Adam's was tuned)")
-    add("--steps", type=count, help="steps to train (by preset); more with --resume extend a run")
-    add("--warmup", type=whole(0), help="steps of linear warm-up (a tenth of --steps)")
-    add("--weight-decay", type=number(0.0), help="decoupled (0.1 for adamw, else 0)")
-    add("--clip", type=number(0.0), default=0.0, help="largest gradient norm; 0: any (%(default)s)")
-    add("--seed", type=seed, default=0, help="of parameters and data order (%(default)s)")
+    add("--survival-prob")
+    add("--temperature")
+    add("--mask-key")
+    add("--learning-rate", help="peak (by optimizer; only Adam's was tuned)")
+    add("--steps", help="steps to train (by preset); more with --resume extend a run")
+    add("--warmup", help="steps of linear warm-up (a tenth of --steps)")
+    add("--weight-decay", help="decoupled (0.1 for adamw, else 0)")
+    add("--clip", default=0.0)
+    add("--seed")
 
-    add = parser.add_argument_group("run").add_argument
-    add("--out", type=local_path, help="folder of the run (a fresh one under runs/)")
+    add = knowing(parser.add_argument_group("run").add_argument)
+    add("--out")
     add("--resume", action="store_true", help="go on with the run in --out")
-    add("--checkpoint-every", type=count, default=100, help="steps (%(default)s)")
-    add("--eval-every", type=count, default=100, help="steps (%(default)s)")
-    add("--eval-batches", type=count, default=8, help="of each but the last (%(default)s)")
-    add("--log-every", type=count, default=10, help="steps (%(default)s)")
+    add("--checkpoint-every", type=whole(1), default=100, help="steps (%(default)s)")
+    add("--eval-every")
+    add("--eval-batches", type=whole(1), default=8, help="of each but the last (%(default)s)")
+    add("--log-every")
     add("--prompt", default="def ", help="start of the sampled lines (%(default)r)")
-    add("--sample-temperature", type=positive, default=0.8, help="(%(default)s)")
+    add("--sample-temperature", type=number(0.0, above=True), default=0.8, help="(%(default)s)")
 
-    add = parser.add_argument_group("devices and hosts").add_argument
+    add = knowing(parser.add_argument_group("devices and hosts").add_argument)
     add("--mesh", type=mesh, default={}, help="data=2,fsdp=2,tensor=1 (all devices on data)")
     add("--mesh-axes", choices=["auto", "explicit"], default="auto", help="type (%(default)s)")
-    add("--accumulate", type=count, default=1, help="micro-batches a batch (%(default)s)")
+    add("--accumulate", default=1, help="micro-batches a batch (%(default)s)")
     add_host_options(add)
     return parser
 
@@ -141,11 +154,11 @@ def host_options(argv: Sequence[str]) -> argparse.Namespace:
     try:
         return parser.parse_known_args(argv)[0]
     except SettingsError:
-        return argparse.Namespace(distributed=None)
+        return argparse.Namespace(distributed=None, host_timeout=None)
 
 
-def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> argparse.Namespace:
-    """Fills in what depends on other options or on the device.
+def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Fills in what depends on other options or on the device, and returns the configuration.
 
     Args:
         args: As parsed.
@@ -169,20 +182,14 @@ def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) ->
 
     for name in ("steps", "warmup", "dtype"):
         default(args, name, (saved or {}).get(name))
-    for name, value in dataclasses.asdict(RECIPES[args.preset]).items():
-        default(args, name, value)
+    recipe = RECIPES[args.preset]
+    default(args, "steps", recipe.steps)
     default(args, "warmup", args.steps // 10)
-    default(args, "learning_rate", LEARNING_RATES[args.optimizer][args.magma])
     default(args, "weight_decay", 0.1 if args.optimizer == "adamw" else 0.0)
-    default(args, "survival_prob", 0.5)
-    default(args, "temperature", 2.0)
-    default(args, "mask_key", args.seed)
-    default(args, "dtype", "float32" if platform() == "cpu" else "bfloat16")
+    training_options.complete(args, recipe)
     flash = platform() == "gpu" and args.dtype == "bfloat16"
     default(args, "attention", "cudnn" if flash else "xla")
 
-    if args.warmup >= args.steps:
-        raise SettingsError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
     args.mesh = whole_mesh(args.mesh, jax.device_count())
     rows = args.mesh["data"] * args.mesh["fsdp"]
     if args.batch_size % rows:
@@ -197,7 +204,28 @@ def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) ->
         )
     if args.attention == "cudnn" and (platform(), args.dtype) != ("gpu", "bfloat16"):
         raise SettingsError("--attention cudnn needs a GPU and --dtype bfloat16")
-    return args
+    return configuration(args)
+
+
+def configuration(args: argparse.Namespace) -> TrainConfig:
+    """Sorts resolved options into their parts."""
+    model = dataclasses.replace(
+        PRESETS[args.preset],
+        scan_layers=args.scan_layers,
+        remat=args.remat,
+        dtype=args.dtype,
+        attention=args.attention,
+    )
+    run = Run(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Run)})
+    return TrainConfig(
+        preset=args.preset,
+        model=model,
+        text=training_options.text(args, packing=args.packing),
+        optimizer=training_options.optimizer(args, masking(args)),
+        run=run,
+        devices=Devices(args.mesh, args.mesh_axes == "explicit", args.accumulate),
+        options=MappingProxyType(jsonable(args)),
+    )
 
 
 def whole_mesh(sizes: dict[str, int], devices: int) -> dict[str, int]:
@@ -214,11 +242,6 @@ def whole_mesh(sizes: dict[str, int], devices: int) -> dict[str, int]:
     return full
 
 
-def masking(args: argparse.Namespace) -> str:
+def masking(args: argparse.Namespace) -> Literal["none", "magma", "skip"]:
     """Returns what is done to the attention and MLP updates."""
     return "magma" if args.magma else "skip" if args.skip_update else "none"
-
-
-def configuration(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings that decide the parameters, ready for JSON."""
-    return {name: value for name, value in vars(args).items() if name not in FREE_SETTINGS}

@@ -1,13 +1,56 @@
 """Text from a model, for a look at what it has learned."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
+
+from examples.llama.sharding import Layout, put
+
+
+def continuations(
+    graphdef: nnx.GraphDef,
+    params: optax.Params,
+    layout: Layout,
+    prompt: Sequence[int],
+    *,
+    length: int,
+    temperature: float,
+    seed: int,
+) -> list[list[int]]:
+    """Continues a prompt three times, on a mesh; call it under `jax.set_mesh`.
+
+    Args:
+        graphdef: The model's structure.
+        params: The model's parameters.
+        layout: Where these lie.
+        prompt: Ids, the same on all hosts; cut where it leaves no room.
+        length: Tokens of each text, the prompt included.
+        temperature: Divides the logits.
+        seed: Decides what is drawn.
+
+    Returns:
+        Three rows of `length` ids, on every host.
+    """
+    prompt = prompt[: length - 1] or [0]
+    rows = np.tile(np.asarray(prompt, np.int32), (3, 1))  # (3, P)
+    tokens = sample(
+        graphdef,
+        params,
+        put(rows, layout.replicated),
+        jax.jit(jax.random.key, static_argnums=0, out_shardings=layout.replicated)(seed),
+        length=length,
+        temperature=put(np.float32(temperature), layout.replicated),
+    )
+    with jax.transfer_guard("allow"):  # it is meant, and not left to us
+        return multihost_utils.process_allgather(tokens, tiled=True).tolist()  # wherever they are
 
 
 @partial(jax.jit, static_argnames=("graphdef", "length"))

@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from examples.kit.paths import path_string
+from examples.kit.step import cut
 from examples.llama.config import LlamaConfig
 
 AXES = ("data", "fsdp", "tensor")
@@ -73,6 +74,13 @@ def make_mesh(sizes: Mapping[str, int], explicit: bool = False) -> Mesh:
     kind = AxisType.Explicit if explicit else AxisType.Auto
     shape = tuple(sizes[name] for name in AXES)
     return jax.make_mesh(shape, AXES, axis_types=(kind, kind, AxisType.Auto))
+
+
+def describe(mesh: Mesh) -> str:
+    """Names the devices and, where there are several, the mesh that they form."""
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+    hosts = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
+    return f"{mesh.size} device(s){hosts}{f': {axes}' if axes else ''}"
 
 
 def make_layout(
@@ -187,19 +195,18 @@ def reader(mesh: Mesh, count: int) -> tuple[int, int]:
 
 def place(batch: Mapping[str, np.ndarray], layout: Layout) -> dict[str, Array]:
     """Puts this host's rows (B / hosts, T) on its devices and returns the whole batch (B, T)."""
-    return {
-        name: jax.make_array_from_process_local_data(layout.rows, x) for name, x in batch.items()
-    }
+    return {name: put(x, layout.rows) for name, x in batch.items()}
 
 
 def place_micro(batch: Mapping[str, np.ndarray], layout: Layout, count: int) -> dict[str, Array]:
     """Does so for `count` micro-batches, (count, B / count, T); each has rows of every device."""
+    return {name: put(x, layout.micro_rows) for name, x in cut(batch, count).items()}
 
-    def cut(x: np.ndarray) -> Array:
-        x = x.reshape(count, -1, *x.shape[1:])
-        return jax.make_array_from_process_local_data(layout.micro_rows, x)
 
-    return {name: cut(x) for name, x in batch.items()}
+def put(x: np.ndarray | np.generic, sharding: NamedSharding) -> Array:
+    """Puts this host's part of an array on its devices and returns the whole array."""
+    with jax.transfer_guard("allow"):  # it is meant; with several hosts JAX takes it for implicit
+        return jax.make_array_from_process_local_data(sharding, x)
 
 
 def zeros(params: optax.Params, layout: Layout) -> optax.Params:

@@ -1,4 +1,7 @@
-"""The Llama's training step on a mesh, as pure functions of its parameters."""
+"""The Llama's training step on a mesh, as pure functions of its parameters.
+
+Also here is what an optimizer has to know of them: what decays, and how they are cut into blocks.
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,10 +14,23 @@ from jax import Array
 
 from examples.kit import scores
 from examples.kit.loss import cross_entropy
+from examples.kit.optimizers import Blocks
+from examples.kit.paths import path_string
 from examples.kit.step import Batch, apply, gradient
 from examples.llama import sharding
 from examples.llama.config import LlamaConfig
 from examples.llama.model import Llama
+from magma_optax import stacked
+
+
+def decays(params: optax.Params) -> optax.Params:
+    """Marks what decays: everything but the norms (whose rank says nothing when stacked)."""
+    return jax.tree.map_with_path(lambda path, _: not path_string(path).endswith("weight"), params)
+
+
+def layer_blocks(scan_layers: bool) -> Blocks:
+    """Returns how magma_optax cuts the parameters into blocks: one per matrix and layer."""
+    return stacked(0) if scan_layers else "leaf"
 
 
 def abstract_model(config: LlamaConfig, seed: int) -> tuple[nnx.GraphDef, optax.Params]:

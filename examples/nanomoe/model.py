@@ -214,7 +214,6 @@ class NanoMoE(nnx.Module):
     """
 
     def __init__(self, config: NanoMoEConfig, *, rngs: nnx.Rngs):
-        """Draws all parameters from `rngs`."""
         self.config = config
         self.wte = switch_normal(rngs, config.vocab_size, config.width, inputs=-1)  # the head too
         self.wpe = normal(rngs, 0.02, config.length, config.width)

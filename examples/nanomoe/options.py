@@ -2,57 +2,59 @@
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
+from types import MappingProxyType
 
-from examples.kit.optimizers import LEARNING_RATES
-from examples.kit.options import (
-    Parser,
-    SettingsError,
-    default,
-    local_path,
-    need,
-    number,
-    platform,
-    probability,
-    whole,
-)
+from examples.kit import training_options
+from examples.kit.options import Parser, SettingsError, default, jsonable, need
+from examples.kit.training_options import knowing
 from examples.nanomoe.config import PRESETS, RECIPES
+from examples.nanomoe.train_config import TrainConfig
+
+
+def parse(argv: Sequence[str]) -> TrainConfig:
+    """Returns the configuration that a command line means.
+
+    Raises:
+        SettingsError: For options that are wrong or don't go together.
+    """
+    return resolve(parser().parse(argv))
 
 
 def parser() -> Parser:
     """Returns the parser of the command line."""
-    count, positive, seed = whole(1), number(0.0, above=True), whole(0)
     parser = Parser(
         prog="python -m examples.nanomoe.train",
         description="Trains a mixture of experts on text, with or without Magma.",
     )
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default="nano", help="size of the model (%(default)s)")
-    add("--dtype", choices=["float32", "bfloat16"], help="of the computation (float32 on CPUs)")
-    add("--data", help="what examples.kit.data.load.load reads (the Python standard library)")
-    add("--tokenizer", help="path of a tokenizer.json (bytes, or the data's own)")
-    add("--batch-size", type=count, help="sequences a step (by preset)")
-    add("--accumulate", type=count, help="micro-batches a batch (by preset)")
-    add("--seq-len", type=count, help="tokens a sequence (by preset)")
+    add = knowing(parser.add_argument)
+    add("--preset", choices=PRESETS)
+    add("--dtype")
+    add("--data")
+    add("--tokenizer")
+    add("--batch-size")
+    add("--accumulate")
+    add("--seq-len")
     add("--optimizer", choices=["adam", "adamw", "muon"], default="adamw", help="(%(default)s)")
-    add("--magma", action="store_true", help="apply Magma to attention, MLPs and experts")
+    add("--magma", help="apply Magma to attention, MLPs and experts")
     add("--experts-as-blocks", action="store_true", help="a coin and a score for each expert")
-    add("--survival-prob", type=probability, help="of a masked block, or 'alignment' (0.5)")
-    add("--temperature", type=positive, help="Magma's (2.0)")
-    add("--mask-key", type=seed, help="seed of the coins (--seed)")
-    add("--learning-rate", type=positive, help="peak (by preset and optimizer)")
-    add("--steps", type=count, help="steps to train (by preset)")
-    add("--warmup", type=whole(0), help="steps of linear warm-up (by preset)")
-    add("--weight-decay", type=number(0.0), help="of matrices, decoupled (0; adamw and muon: 0.1)")
-    add("--clip", type=number(0.0), default=1.0, help="largest gradient norm; 0: any (%(default)s)")
-    add("--seed", type=seed, default=0, help="of parameters and data order (%(default)s)")
-    add("--log-every", type=count, default=10, help="steps (%(default)s)")
-    add("--eval-every", type=count, default=100, help="steps (%(default)s)")
-    add("--out", type=local_path, help="folder of the run (a fresh one under runs/)")
+    add("--survival-prob")
+    add("--temperature")
+    add("--mask-key")
+    add("--learning-rate")
+    add("--steps")
+    add("--warmup")
+    add("--weight-decay", help="of matrices, decoupled (0; adamw and muon: 0.1)")
+    add("--clip", default=1.0)
+    add("--seed")
+    add("--log-every")
+    add("--eval-every")
+    add("--out")
     return parser
 
 
-def resolve(args: argparse.Namespace) -> argparse.Namespace:
-    """Fills in what depends on other options or on the device.
+def resolve(args: argparse.Namespace) -> TrainConfig:
+    """Fills in what depends on other options or on the device, and returns the configuration.
 
     Raises:
         SettingsError: For options that don't go together.
@@ -60,24 +62,28 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     if args.experts_as_blocks and not args.magma:
         raise SettingsError("--experts-as-blocks needs --magma, and does nothing without; add it")
     need(args, args.magma, "--magma", "survival_prob", "temperature", "mask_key")
-    for name, value in dataclasses.asdict(RECIPES[args.preset]).items():
-        default(args, name, value)
-    default(args, "learning_rate", LEARNING_RATES[args.optimizer][args.magma])
     default(args, "weight_decay", 0.0 if args.optimizer == "adam" else 0.1)
-    default(args, "survival_prob", 0.5)
-    default(args, "temperature", 2.0)
-    default(args, "mask_key", args.seed)
-    default(args, "dtype", "float32" if platform() == "cpu" else "bfloat16")
+    training_options.complete(args, RECIPES[args.preset])
 
-    positions = PRESETS[args.preset].length
-    if args.seq_len > positions:
-        raise SettingsError(f"--seq-len {args.seq_len} is more than the {positions} positions")
+    model = dataclasses.replace(PRESETS[args.preset], dtype=args.dtype)
+    if args.seq_len > model.length:
+        raise SettingsError(f"--seq-len {args.seq_len} is more than the {model.length} positions")
     if args.batch_size % args.accumulate:
         raise SettingsError(
             f"--accumulate {args.accumulate} does not cut --batch-size {args.batch_size} evenly"
         )
-    if args.warmup >= args.steps:
-        raise SettingsError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
     if args.out is not None and args.out.is_dir() and any(args.out.iterdir()):
         raise SettingsError(f"{args.out} is not empty; give another --out")
-    return args
+    masking = "magma" if args.magma else "none"
+    return TrainConfig(
+        preset=args.preset,
+        model=model,
+        text=training_options.text(args),
+        optimizer=training_options.optimizer(args, masking, b2=0.95),
+        accumulate=args.accumulate,
+        experts_as_blocks=args.experts_as_blocks,
+        out=args.out,
+        log_every=args.log_every,
+        eval_every=args.eval_every,
+        options=MappingProxyType(jsonable(args)),
+    )

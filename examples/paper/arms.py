@@ -6,8 +6,7 @@ without the mask, the scores or both.
 """
 
 import dataclasses
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optax
@@ -42,13 +41,6 @@ class Arm:
 
     build: Build
     centre: float
-
-
-def check_names(names: Iterable[str], arms: Mapping[str, Arm]) -> None:
-    """Ends the program with one line if one of `names` is no arm."""
-    for name in names:
-        if name not in arms:
-            sys.exit(f"error: no arm {name!r}; there are {', '.join(arms)}")
 
 
 def plain(base: Base) -> Build:

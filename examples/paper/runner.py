@@ -20,8 +20,8 @@ from typing import Any
 from examples.kit import console, records
 from examples.kit.console import print_error, say
 from examples.kit.interrupts import StopSignal
-from examples.paper.llama_run import Task
-from examples.paper.sweep import Record, Run, Search, missing_of_all, select
+from examples.paper.search import Record, Run, Search, missing_of_all, select
+from examples.paper.trainer import Task
 
 ROOT = Path(__file__).parents[2]
 MARGIN = 1.1  # a run must fit with so much time to spare
@@ -29,6 +29,10 @@ MARGIN = 1.1  # a run must fit with so much time to spare
 
 class WorkerError(RuntimeError):
     """The worker's process ended, or the run failed in it."""
+
+
+class RefusalError(WorkerError):
+    """No run of the task can be trained; the message says why in one line."""
 
 
 class Worker:
@@ -50,13 +54,22 @@ class Worker:
             start_new_session=True,  # Ctrl-C is for the parent
         )
 
-    def run(self, task: Task, run: Run) -> dict[str, Any]:
+    def run(self, module: str, task: Task, run: Run) -> dict[str, Any]:
         """Trains and returns {"results": ..., "device": ...}.
+
+        Args:
+            module: Where the experiment stands.
+            task: One of its tasks.
+            run: What to train.
 
         Raises:
             WorkerError: If it could not.
         """
-        request = {"task": dataclasses.asdict(task), "run": dataclasses.asdict(run)}
+        request = {
+            "module": module,
+            "task": dataclasses.asdict(task),
+            "run": dataclasses.asdict(run),
+        }
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -69,6 +82,8 @@ class Worker:
             reply = json.loads(line)
         except ValueError:
             raise WorkerError(f"the worker wrote {line!r} instead of a result") from None
+        if "refusal" in reply:
+            raise RefusalError(reply["refusal"])
         if "error" in reply:
             raise WorkerError(reply["error"])
         return reply
@@ -95,16 +110,23 @@ class Sweep:
     """All state that the devices' threads share; every method takes the lock where needed."""
 
     def __init__(
-        self, task: Task, searches: Sequence[Search], out: Path, deadline: float = math.inf
+        self,
+        module: str,
+        task: Task,
+        searches: Sequence[Search],
+        out: Path,
+        deadline: float = math.inf,
     ):
         """Reads what is recorded already.
 
         Args:
+            module: Where the experiment stands.
             task: What all runs have in common.
             searches: The arms, most urgent first.
             out: The file of records.
             deadline: `time.monotonic()` after which nothing runs.
         """
+        self.module = module
         self.task = task
         self.searches = searches
         self.out = out
@@ -113,6 +135,7 @@ class Sweep:
         self.failed: dict[Run, str] = {}
         self.postponed: set[Run] = set()  # wouldn't finish in time
         self.stopped = False
+        self.refusal: str | None = None  # why no run can be trained
         self.unwritten: OSError | None = None  # why a run could not be recorded
         self._active: dict[int, Run] = {}  # by device
         self._last: dict[int, str] = {}  # arm that a device has compiled and ran last
@@ -148,10 +171,12 @@ class Sweep:
         say(f"{describe(run)}: {outcome(reply['results'])}, {wall:.0f} s")
 
     def fail(self, device: int, run: Run, error: Exception) -> None:
-        """Gives up a run, and with it the rest of its arm's search."""
+        """Gives up a run, and with it the rest of its arm's search, or of all."""
         with self._change:
             del self._active[device]
-            if not self.stopped:
+            if isinstance(error, RefusalError):
+                self.refusal, self.stopped = str(error), True
+            elif not self.stopped:
                 self.failed[run] = str(error)
                 print(f"{describe(run)}: failed\n{error}", file=console.stderr, flush=True)
             self._change.notify_all()
@@ -208,7 +233,7 @@ def execute(sweep: Sweep, environments: Sequence[dict[str, str]]) -> int:
                     workers.pop(device).close()
                 if device not in workers:
                     workers[device] = Worker(environments[device])
-                reply = workers[device].run(sweep.task, run)
+                reply = workers[device].run(sweep.module, sweep.task, run)
             except (WorkerError, OSError) as error:  # OSError: it could not be started
                 sweep.fail(device, run, error)
             else:
@@ -235,6 +260,9 @@ def execute(sweep: Sweep, environments: Sequence[dict[str, str]]) -> int:
     if stop.number:
         say(f"{signal.Signals(stop.number).name}: stopped; the same command goes on")
         return 128 + stop.number
+    if sweep.refusal:
+        print_error(sweep.refusal)
+        return 1
     if sweep.unwritten:
         print_error(
             f"stopped, as {sweep.out} can't be written ({sweep.unwritten}); the same command goes "
@@ -270,7 +298,13 @@ def outcome(results: dict[str, Any]) -> str:
     """Says on one line how a run ended."""
     if results["diverged"]:
         return "diverged"
-    return (
-        f"validation loss {results['valid_loss']:.4f}, training loss "
-        f"{results['train_loss_last']:.4f}, {results['tokens_per_second']:,} tokens/s"
-    )
+    speed = [
+        f"{value:,} {name.removesuffix('_per_second')}/s"
+        for name, value in results.items()
+        if name.endswith("_per_second")
+    ]
+    losses = [
+        f"validation loss {results['valid_loss']:.4f}",
+        f"training loss {results['train_loss_last']:.4f}",
+    ]
+    return ", ".join(losses + speed)

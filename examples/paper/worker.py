@@ -15,9 +15,8 @@ from typing import Any
 import jax
 
 from examples.kit.data.error import DataError
-from examples.paper.ablations import ABLATIONS
-from examples.paper.arms import ARMS
-from examples.paper.llama_run import Task, Trainer
+from examples.paper import experiment
+from examples.paper.trainer import Trainer
 
 
 def main() -> None:
@@ -26,14 +25,13 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print goes to stderr, not between the replies
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=read, args=(lines,), daemon=True).start()
-    trainers: dict[Task, Trainer] = {}
+    trainers: dict[str, Trainer] = {}
     while True:
         request = json.loads(lines.get())
-        task = Task(**request["task"])
         try:
-            reply = answer(trainers.setdefault(task, Trainer(task)), request["run"])
+            reply = answer(trainers, **request)
         except DataError as error:
-            reply = {"error": str(error)}
+            reply = {"refusal": str(error)}
         except Exception:  # told to the process that asked; other arms may well work
             reply = {"error": traceback.format_exc()}
         replies.write(json.dumps(reply) + "\n")
@@ -47,10 +45,26 @@ def read(lines: queue.Queue[str]) -> None:
     os._exit(0)
 
 
-def answer(trainer: Trainer, run: dict[str, Any]) -> dict[str, Any]:
-    """Trains and returns the results and the device's name."""
-    arm = (ARMS | ABLATIONS)[run["arm"]]
-    results = trainer.run(run["arm"], arm, run["learning_rate"], run["seed"])
+def answer(
+    trainers: dict[str, Trainer], module: str, task: dict[str, Any], run: dict[str, Any]
+) -> dict[str, Any]:
+    """Trains and returns the results and the device's name.
+
+    Args:
+        trainers: Those that there are by their tasks; a new one is added.
+        module: Where the experiment stands.
+        task: The fields of its task.
+        run: Those of the run.
+
+    Raises:
+        DataError: If the task's data can't be used.
+    """
+    found = experiment.find(module)
+    name = json.dumps([module, task])
+    if name not in trainers:
+        trainers[name] = Trainer(found.task(**task))
+    arm = found.arms[run["arm"]]
+    results = trainers[name].run(run["arm"], arm, run["learning_rate"], run["seed"])
     return {"results": results, "device": jax.devices()[0].device_kind}
 
 

@@ -6,6 +6,7 @@ Takes the trainer's options. Prints one line of JSON: losses, tokens/s, millisec
 bare optimizer update, peak memory. Run each arm in a process of its own, for its own peak.
 """
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -17,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.kit.data.load import load
+from examples.kit import optimizers
 from examples.llama import sharding
-from examples.llama.options import masking, parser, resolve
-from examples.llama.step import abstract_model, make_functions
-from examples.llama.train import make_optimizer, model_config
+from examples.llama.options import parser, resolve
+from examples.llama.step import abstract_model, decays, layer_blocks, make_functions
 
 ROUNDS, STEPS = 5, 10  # timed: the median of so many rounds of so many steps
 
@@ -40,15 +40,14 @@ def milliseconds(step: Callable[[Any], Any], state: Any) -> tuple[float, Any]:
 
 def main(argv: list[str]) -> None:
     """Runs the measurement that the trainer's options `argv` describe."""
-    options = parser()
-    options.prog = "python -m examples.scaling.train_step"
-    args = resolve(options.parse_args(argv))
-    tx, _ = make_optimizer(args)
-    mesh = sharding.make_mesh(args.mesh, explicit=args.mesh_axes == "explicit")
-    data = load(args.data, seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed)
-    config = model_config(args, data.vocab_size)
-    layout = sharding.make_layout(mesh, config, tx, abstract_model(config, args.seed)[1])
-    init, train_step, _ = make_functions(config, tx, args.seed, layout)
+    config = resolve(parser("python -m examples.scaling.train_step").parse_args(argv))
+    text, steps = config.text, config.optimizer.steps
+    tx, _ = optimizers.make(config.optimizer, layer_blocks(config.model.scan_layers), decays)
+    mesh = sharding.make_mesh(config.devices.mesh, config.devices.explicit)
+    data = text.load()
+    model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
+    layout = sharding.make_layout(mesh, model, tx, abstract_model(model, text.seed)[1])
+    init, train_step, _ = make_functions(model, tx, text.seed, layout)
 
     def update(state: Any) -> Any:
         params, opt_state, grads = state
@@ -60,8 +59,8 @@ def main(argv: list[str]) -> None:
     with jax.set_mesh(mesh):
         batches, losses = iter(data.train), []
         params, opt_state = init()
-        for _ in range(args.steps):
-            batch = sharding.place_micro(next(batches), layout, args.accumulate)
+        for _ in range(steps):
+            batch = sharding.place_micro(next(batches), layout, config.devices.accumulate)
             params, opt_state, seen = train_step(params, opt_state, batch)
             losses.append(seen["loss"])
         whole, (params, opt_state, _) = milliseconds(
@@ -75,11 +74,11 @@ def main(argv: list[str]) -> None:
 
     record = {
         "mesh": {name: size for name, size in mesh.shape.items() if size > 1},
-        "optimizer": args.optimizer,
-        "masking": masking(args),
-        "losses": [round(float(loss), 4) for loss in losses[:: max(1, args.steps // 4)]],
+        "optimizer": config.optimizer.name,
+        "masking": config.optimizer.masking,
+        "losses": [round(float(loss), 4) for loss in losses[:: max(1, steps // 4)]],
         "last_loss": round(float(losses[-1]), 4),
-        "tokens_per_second": round(args.batch_size * args.seq_len / whole * 1e3),
+        "tokens_per_second": round(text.batch_size * text.seq_len / whole * 1e3),
         "step_ms": round(whole, 2),
         "optimizer_ms": round(part, 3),
         "optimizer_share": round(part / whole, 4),

@@ -48,7 +48,6 @@ class NamedTree:
     """
 
     def __init__(self, tree: Any) -> None:
-        """Name the leaves of ``tree``."""
         self._structure = jax.tree.structure(tree, is_leaf=_is_empty)
         self._named = list(_name(tree))
         self.pairs = [(path, leaf) for path, leaf in self._named if not _is_empty(leaf)]

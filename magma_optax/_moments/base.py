@@ -73,7 +73,6 @@ class FirstMoments:
     """Finds the EMA of each parameter's gradient in a base's state; reads each tree but once."""
 
     def __init__(self, update: Callable[..., Any]) -> None:
-        """Take the base's update function."""
         self._update = update
         self._found: dict[Any, dict[str, Ema]] = {}
 

@@ -27,7 +27,6 @@ class MomentSource:
         first_moment: Literal["auto", "own"] | Callable[[Any], Any],
         options: Options,
     ) -> None:
-        """Take the base, the argument ``first_moment`` and the options."""
         self._inner, self._choice, self._options = inner, first_moment, options
         self._in_base = FirstMoments(inner.update)
 

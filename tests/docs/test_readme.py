@@ -1,4 +1,4 @@
-"""The code in the README and in the docs runs as printed; the README's files exist."""
+"""The code on the pages runs as printed; the files that they name exist."""
 
 import pathlib
 import re
@@ -6,7 +6,8 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 
 
 def blocks(page, language):
@@ -29,13 +30,22 @@ def test_readme_has_two_commands():
 
 
 def test_file_tree_is_true():
-    (tree,) = [b for b in blocks("README.md", "") if "magma_optax/" in b]
-    library = tree.split("examples/")[0]
+    (tree,) = [b for b in blocks("CONTRIBUTING.md", "") if "magma_optax/" in b]
+    library, rest = tree.split("\nexamples/\n")
     named = re.findall(r"\b\w+\.py", library)
     files = [f.name for f in (ROOT / "magma_optax").glob("_*/*.py") if f.name != "__init__.py"]
     assert sorted(named) == sorted([*files, "fused.py"])
-    for path in re.findall(r"^\w[\w/]*(?:\.py|/)", tree, re.M):
-        assert (ROOT / path).exists(), path
+    parents, seen = [], 0
+    for line in ("examples/\n" + rest).splitlines():
+        indent, names = re.match(r"( *)((?:[\w.]+/?(?:, )?)+)  ?", line + "  ").groups()
+        if len(indent) > 4:  # a description that goes on
+            continue
+        parents = parents[: len(indent) // 2]
+        for name in names.split(", "):
+            assert ROOT.joinpath(*parents, name).exists(), [*parents, name]
+            seen += 1
+        parents.append(name)
+    assert seen > 25
 
 
 @pytest.mark.parametrize("page", PAGES)

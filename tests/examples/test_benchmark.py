@@ -1,6 +1,9 @@
 """The benchmark runs every part, at sizes that take seconds, and counts what it says it counts."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -99,3 +102,18 @@ def test_absent_peers_are_named_and_left_out(tmp_path, capsys, monkeypatch):
     assert forms == ["magma_optax, bare", "magma_optax, with_magma"]
     error = capsys.readouterr().err
     assert "rollfast is left out" in error and "pytorch_optimizer is left out" in error
+
+
+def test_it_needs_jax_optax_and_flax_alone(tmp_path):
+    """Nor does it need the laboratory, whose programs may import what they like."""
+    out = tmp_path / "results.jsonl"
+    absent = "grain tensorboardX orbax matplotlib tqdm tokenizers sklearn datasets examples.paper"
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({absent.split()}))  # importing one of them fails
+from examples.benchmark.optimizer import main
+main("--parts state --trees tiny --bases adam --out {out}".split())
+"""
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=600)
+    assert len(out.read_text().splitlines()) == 4

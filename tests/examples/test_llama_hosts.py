@@ -48,6 +48,7 @@ def start(folder, corpus, hosts, devices, *more, die_at=0):
         # Gloo gives up after 30 s.
         "JAX_ENABLE_COMPILATION_CACHE": str(hosts == 1),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "JAX_TRANSFER_GUARD": "disallow",
         "PYTHONWARNINGS": "error",
     }
 

@@ -12,13 +12,15 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 from llama_place import Place
+from trainers import refusal
 
 from examples.kit import checkpoint
-from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig, build
+from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig, assemble
 from examples.kit.paths import by_path
 from examples.llama import sharding, train
 from examples.llama.config import LlamaConfig
 from examples.llama.options import whole_mesh
+from examples.llama.step import abstract_model, decays, layer_blocks, make_functions
 from magma_optax import MagmaState
 
 SEED = 0
@@ -40,7 +42,7 @@ def model(**changes):
 
 def optimizer(name="rmsprop", masking="magma", scan_layers=False):
     settings = OptimizerConfig(name, 0.003, steps=10, warmup=0, masking=masking)
-    return build(settings, scan_layers)
+    return assemble(settings, layer_blocks(scan_layers), decays)
 
 
 def sizes(data=1, fsdp=1, tensor=1):
@@ -48,7 +50,7 @@ def sizes(data=1, fsdp=1, tensor=1):
 
 
 def layout_of(mesh, config, tx):
-    return sharding.make_layout(mesh, config, tx, train.abstract_model(config, SEED)[1])
+    return sharding.make_layout(mesh, config, tx, abstract_model(config, SEED)[1])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def test_what_does_not_divide_stays_whole():
 @pytest.mark.parametrize("name", LEARNING_RATES)
 def test_every_optimizer_state_has_shardings(name, masking):
     config, tx = model(scan_layers=True), optimizer(name, masking, scan_layers=True)
-    _, params = train.abstract_model(config, SEED)
+    _, params = abstract_model(config, SEED)
     layout = layout_of(sharding.make_mesh(sizes(2, 2, 2)), config, tx)
     state = jax.eval_shape(tx.init, params)
     assert jax.tree.structure(layout.opt_state) == jax.tree.structure(state)
@@ -114,7 +116,7 @@ def initial():
         config, tx = model(), optimizer(name)
         mesh = sharding.make_mesh(sizes(2, 2, 2))
         layout = layout_of(mesh, config, tx)
-        functions = train.make_functions(config, tx, SEED, layout)
+        functions = make_functions(config, tx, SEED, layout)
         with jax.set_mesh(mesh):
             params, opt_state = functions[0]()
             batch = sharding.place_micro(batches(1)[0], layout, 1)
@@ -181,7 +183,7 @@ def test_a_step_takes_over_all_buffers(initial):
 def test_tensor_splits_the_matrix_products_and_gathers_nothing(explicit):
     config = model(num_layers=1, num_heads=4)
     mesh = sharding.make_mesh(sizes(data=2, tensor=4), explicit)
-    graphdef, shapes = train.abstract_model(config, SEED)
+    graphdef, shapes = abstract_model(config, SEED)
     layout = layout_of(mesh, config, optimizer())
     params = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -213,7 +215,7 @@ def run(mesh_sizes, explicit=False, accumulate=1, scan_layers=False, remat=False
     tx = optimizer(scan_layers=scan_layers)
     mesh = sharding.make_mesh(mesh_sizes, explicit)
     layout = layout_of(mesh, config, tx)
-    init, train_step, valid_step = train.make_functions(config, tx, SEED, layout)
+    init, train_step, valid_step = make_functions(config, tx, SEED, layout)
     losses = []
     with jax.set_mesh(mesh):
         params, opt_state = init()
@@ -276,13 +278,7 @@ def test_meshes_agree(reference, mesh, explicit, accumulate, scan_layers, remat)
 )
 def test_wrong_options_are_one_line(capsys, tmp_path, monkeypatch, wrong, message):
     monkeypatch.chdir(tmp_path)
-    try:
-        assert train.main(wrong.split()) == 2
-    except SystemExit as exit:
-        assert exit.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
+    assert message in refusal(capsys, train.main, wrong.split())
 
 
 def test_data_takes_the_devices_that_are_left():

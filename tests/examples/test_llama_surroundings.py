@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from examples.kit import console, interrupts, metrics
+from examples.kit import console, hosts, interrupts, metrics
+from examples.kit import plot as kit_plot
 from examples.llama import train
 
 ROOT = Path(__file__).parents[2]
@@ -19,15 +21,14 @@ PROGRAMS = [
     "llama.train",
     "nanomoe.train",
     "benchmark.optimizer",
-    "paper.ablations",
-    "paper.linear_transformer",
-    "paper.llama_c4",
-    "paper.llama_report",
-    "paper.nano_moe",
-    "paper.negative_control",
-    "paper.negative_control_report",
-    "paper.quadratics",
-    "paper.theory",
+    "paper.appendix_ablations",
+    "paper.appendix_resnet",
+    "paper.figure2_nano_moe",
+    "paper.figure3_heavy_tails",
+    "paper.figure4_quadratics",
+    "paper.report",
+    "paper.section5_theory",
+    "paper.table1_llama",
 ]
 
 
@@ -84,9 +85,9 @@ for program in {PROGRAMS}:
     importlib.import_module("examples." + program)
 from examples.kit.figure import Figure
 Figure().savefig({str(tmp_path / "figure.png")!r})
-assert os.environ["MPLBACKEND"] == "module://of.a.notebook"
+assert os.environ["MPLBACKEND"] == "of_a_notebook"
 """
-    env = os.environ | {"MPLBACKEND": "module://of.a.notebook"}
+    env = os.environ | {"MPLBACKEND": "of_a_notebook"}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=120)
     assert (tmp_path / "figure.png").stat().st_size > 0
 
@@ -102,7 +103,7 @@ def test_a_run_outlives_its_terminal_and_odd_settings(corpus, tmp_path):
     """Nobody reads on after the first line, the text can't be shown, no transfer is implicit."""
     env = {
         "PYTHONIOENCODING": "ascii",
-        "MPLBACKEND": "module://of.a.notebook",
+        "MPLBACKEND": "of_a_notebook",
         "JAX_TRANSFER_GUARD": "disallow",
         "OPENBLAS_NUM_THREADS": "1",
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
@@ -186,6 +187,26 @@ def test_an_output_that_fails_is_let_go(monkeypatch, failure):
     console.say("nor this")
 
 
+def test_a_terminal_that_is_slow_at_the_moment_is_kept(monkeypatch):
+    readable, writable = os.pipe()
+    with open(readable) as reader, open(writable, "w") as terminal:
+        slow = {"write.side_effect": BlockingIOError(), "fileno.return_value": writable}
+        monkeypatch.setattr(sys, "stdout", mock.Mock(**slow))
+        console.say("nobody hears it")
+        print("later", file=terminal, flush=True)
+        assert reader.readline() == "later\n"
+
+
+def test_a_run_does_not_fail_for_want_of_a_picture(monkeypatch, capsys):
+    def plot(*_):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(kit_plot, "plot", plot)
+    kit_plot.draw(Path("run"), 1.0)
+    warning = "warning: the curves could not be drawn (RuntimeError: no fonts)\n"
+    assert capsys.readouterr().err == warning
+
+
 def test_errors_and_samples_have_no_control_characters(capsys):
     console.print_error("two\nlines\x1b[31m in\x07 one")
     assert capsys.readouterr().err == "error: two lines\\x1b[31m in\\x07 one\n"
@@ -228,8 +249,10 @@ with interrupts.StopSignal(lambda: "steps after 40 are lost") as stop:
     while stop.number is None:
         time.sleep(0.01)
     print("noted", flush=True)
-    ctypes.CDLL(None).pause()  # Python's handlers don't run in here
-    ctypes.CDLL(None).sleep(60)
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)  # waits for ever; no signal wakes it, so Python's handlers don't run
+    time.sleep(60)
 """
     for number in (signal.SIGINT, signal.SIGTERM):
         process = subprocess.Popen(
@@ -247,6 +270,20 @@ with interrupts.StopSignal(lambda: "steps after 40 are lost") as stop:
         assert error.split("\n")[-2] == f"error: {name}: steps after 40 are lost"
         assert f"{name}: stopping; once more ends at once" in error
         assert process.returncode == 128 + number
+
+
+def test_a_second_ctrl_c_says_which_steps_the_trainer_loses(corpus, tmp_path, monkeypatch):
+    def press_twice(stop, step):
+        if step == 3:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+        return stop
+
+    monkeypatch.setattr(hosts, "agree_to_stop", press_twice)
+    argv = options(corpus, tmp_path / "run", "--checkpoint-every", "1", "--steps", "9")
+    said = "steps after [12] are lost; go on with: python -m examples.llama.train --preset tiny "
+    with pytest.raises(KeyboardInterrupt, match=said + ".*--resume"):
+        train.main(argv)
 
 
 def test_a_second_ctrl_c_interrupts_a_notebook():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shlex
 import signal
 import subprocess
@@ -18,19 +17,21 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from trainers import refusal, write_corpus
 
-from examples.kit import checkpoint, metrics
+from examples.kit import checkpoint, metrics, training_options
 from examples.kit.folder import fresh_folder
 from examples.kit.loss import cross_entropy
-from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig, build, direction, schedule
+from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig, assemble, direction, schedule
 from examples.kit.paths import by_path
+from examples.llama import options as llama_options
 from examples.llama import train
 from examples.llama.config import LlamaConfig
 from examples.llama.model import Llama
+from examples.llama.step import decays, layer_blocks
 from magma_optax import attention_and_mlp
 
 ROOT = Path(__file__).parents[2]
-WORDS = "the a mask of update moment gradient block keeps drops moves layer each every some".split()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -46,6 +47,10 @@ def tiny(scan_layers):
 def settings(name="adam", **changes):
     defaults = {"name": name, "learning_rate": 0.01, "steps": 10, "warmup": 0}
     return OptimizerConfig(**defaults | changes)
+
+
+def build(config, scan_layers):
+    return assemble(config, layer_blocks(scan_layers), decays)
 
 
 @pytest.fixture(scope="module")
@@ -174,11 +179,7 @@ def test_schedule_warms_up_and_falls_to_a_tenth():
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    words = random.Random(0).choices(WORDS, k=8000)
-    lines = (" ".join(words[i : i + 10]) for i in range(0, len(words), 10))
-    path.write_text("\n".join(lines))
-    return path
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def options(corpus, out, *more):
@@ -237,16 +238,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(finished, corpus,
 
 
 def error(capsys, argv):
-    """Runs the trainer and returns its one line of error."""
-    try:
-        status = train.main(argv)
-    except SystemExit as exit:
-        status = exit.code
-    assert status == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("error: ")
-    return lines[0]
+    return refusal(capsys, train.main, argv)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +277,15 @@ def test_wrong_options_are_one_line(capsys, tmp_path, monkeypatch, wrong, messag
     monkeypatch.chdir(tmp_path)
     assert message in error(capsys, shlex.split(wrong))
     assert not list(tmp_path.iterdir())  # nothing is left behind
+
+
+def test_a_run_keeps_its_dtype_on_another_device(monkeypatch):
+    monkeypatch.setattr(llama_options, "platform", lambda: "gpu")
+    monkeypatch.setattr(training_options, "platform", lambda: "gpu")
+    argv = "--preset tiny --batch-size 8 --out run --resume".split()
+    for saved in ("float32", "bfloat16"):
+        config = llama_options.resolve(llama_options.parser().parse(argv), {"dtype": saved})
+        assert config.model.dtype == saved
 
 
 @pytest.mark.parametrize("text", ["", "too short"])

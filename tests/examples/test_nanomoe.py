@@ -1,8 +1,10 @@
 """The mixture of experts: sizes, names, its function against NumPy loops, and its trainer."""
 
+import contextlib
 import dataclasses
+import io
+import json
 import math
-import random
 import re
 import shlex
 
@@ -12,9 +14,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from trainers import refusal, write_corpus
 
 from examples.kit import metrics
 from examples.kit.data.load import load
+from examples.kit.folder import SETTINGS
 from examples.kit.optimizers import OptimizerConfig, assemble
 from examples.kit.paths import by_path
 from examples.nanomoe import train
@@ -28,12 +32,12 @@ from examples.nanomoe.model import (
     route,
     router_loss,
 )
+from examples.nanomoe.step import expert_axis, make_functions, matrices
 from magma_optax import attention_and_mlp
 
 CONFIG = NanoMoEConfig(vocab_size=50, length=12, width=16, num_heads=2, num_layers=3)
 ROUTE = jax.jit(route, static_argnums=(1, 2))  # logits, top_k, capacity
 TOKENS = np.random.default_rng(0).integers(0, 50, (3, 11))  # (B, T)
-WORDS = "the a mask of update moment gradient block keeps drops moves layer each every some".split()
 
 
 def make(config=CONFIG, seed=0):
@@ -390,8 +394,8 @@ MASKED = {
 )
 def test_experts_have_coins_and_scores_of_their_own_if_asked(name, apart):
     _, params = make()
-    blocks = train.expert_axis if apart else "leaf"
-    tx = assemble(settings(name=name, weight_decay=0.1), blocks, train.matrices)
+    blocks = expert_axis if apart else "leaf"
+    tx = assemble(settings(name=name, weight_decay=0.1), blocks, matrices)
     mixed = False
     for updates, state in steps(tx, params):
         scores = by_path(optax.tree.get(state, "alignment"))
@@ -416,7 +420,7 @@ def test_experts_have_coins_and_scores_of_their_own_if_asked(name, apart):
 
 def test_muon_takes_each_expert_for_a_matrix():
     _, params = make()
-    tx = assemble(settings(name="muon", masking="none"), "leaf", train.matrices)
+    tx = assemble(settings(name="muon", masking="none"), "leaf", matrices)
     updates, _ = next(steps(tx, params))
     expert = np.asarray(updates["h/0/mlp/experts/c_fc"][3])  # (D, F)
     values = np.linalg.svd(expert, compute_uv=False)
@@ -425,7 +429,7 @@ def test_muon_takes_each_expert_for_a_matrix():
 
 def test_matrices_decay_and_norms_do_not():
     _, params = make()
-    tx = assemble(settings(masking="none", weight_decay=0.1), "leaf", train.matrices)
+    tx = assemble(settings(masking="none", weight_decay=0.1), "leaf", matrices)
     zeros = optax.tree.zeros_like(params)
     updates, _ = jax.jit(tx.update)(zeros, tx.init(params), params)
     for path, update in by_path(updates).items():
@@ -436,7 +440,7 @@ def test_matrices_decay_and_norms_do_not():
 def test_adams_second_decay_rate_is_used():
     grads = [jnp.full(3, value) for value in (1.0, 3.0)]
     for name in ("adamw", "muon"):  # vectors are Adam's under Muon too, with Nesterov's momentum
-        tx = assemble(settings(name=name, masking="none"), "leaf", train.matrices)
+        tx = assemble(settings(name=name, masking="none"), "leaf", matrices)
         params = {"mlp": {"c_fc": jnp.ones((3, 3))}, "bias": jnp.ones(3)}
         update, state = jax.jit(tx.update), tx.init(params)
         for grad in grads:
@@ -456,11 +460,7 @@ def test_adams_second_decay_rate_is_used():
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    words = random.Random(0).choices(WORDS, k=8000)
-    lines = (" ".join(words[i : i + 10]) for i in range(0, len(words), 10))
-    path.write_text("\n".join(lines))
-    return path
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def test_accumulation_averages_gradients(corpus):
@@ -469,7 +469,7 @@ def test_accumulation_averages_gradients(corpus):
     batch = next(iter(data.train))
     after = {}
     for count in (1, 4):
-        init, step, _ = train.make_functions(config, optax.sgd(1.0), 0, count)
+        init, step, _ = make_functions(config, optax.sgd(1.0), 0, count)
         params, _, now = step(*init(), batch)
         after[count] = by_path(params), now
     # Nothing is dropped and all micro-batches have equally many tokens: the mean loss has the mean
@@ -486,7 +486,9 @@ def finished(corpus, tmp_path_factory):
     options = "--preset tiny --magma --experts-as-blocks --steps 60 --warmup 6 --eval-every 30"
     options += " --learning-rate 0.01"
     argv = [*options.split(), "--data", str(corpus), "--out", str(out)]
-    assert train.main(argv) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert train.main(argv) == 0
+    (out.parent / "printed").write_text(printed.getvalue())
     return out
 
 
@@ -514,17 +516,19 @@ def test_a_run_leaves_records_and_a_picture(finished):
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_optimizer_what_is_masked_and_all_settings_are_told(finished):
+    printed = (finished.parent / "printed").read_text()
+    assert "adamw with Magma, peak learning rate 0.01: 6 steps of linear warm-up" in printed
+    assert " leaves in 22 blocks, " in printed
+    settings = json.loads((finished / SETTINGS).read_text())
+    assert settings["command"].startswith("python -m examples.nanomoe.train --preset tiny ")
+    assert settings["options"]["learning_rate"] == 0.01
+    assert settings["options"]["weight_decay"] == 0.1  # as resolved
+    assert len(settings["data"]["digest"]) == 32
+
+
 def error(capsys, argv):
-    """Runs the trainer and returns its one line of error."""
-    try:
-        status = train.main(argv)
-    except SystemExit as exit:
-        status = exit.code
-    assert status == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("error: ")
-    return lines[0]
+    return refusal(capsys, train.main, argv)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,6 @@ class Windows:
         self._seq_len = seq_len
 
     def __len__(self) -> int:
-        """Returns the number of windows."""
         return max(0, -(-(len(self._tokens) - 1) // self._seq_len))
 
     def take(self, indices: np.ndarray) -> np.ndarray:

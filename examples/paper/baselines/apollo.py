@@ -1,4 +1,4 @@
-"""APOLLO: Adam's step sizes, a channel or a matrix at a time, from a random low-rank sketch.
+"""APOLLO: Adam's step sizes, one per channel, from a random low-rank sketch.
 
 rollfast has an APOLLO for JAX, but with other defaults and for Python 3.12 and later only.
 """
@@ -71,41 +71,6 @@ def scale_by_apollo(
     References:
         Zhu et al., `APOLLO <https://arxiv.org/abs/2412.05270>`_, 2024.
     """
-    return _apollo(rank, b1, b2, eps, alpha, interval, growth, seed, channels=True)
-
-
-def scale_by_apollo_mini(
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-6,
-    *,
-    alpha: float = math.sqrt(128),
-    interval: int = 200,
-    growth: float = 1.01,
-    seed: int = 0,
-) -> optax.GradientTransformation:
-    """APOLLO-Mini: rank 1 and one scale a matrix, ||R~|| / (||R|| + 1e-8).
-
-    Args:
-        b1: As in `scale_by_apollo`, like all others.
-        b2: See `scale_by_apollo`.
-        eps: See `scale_by_apollo`.
-        alpha: Factor of the direction. The authors' code takes ``scale=128`` and multiplies by its
-            root.
-        interval: See `scale_by_apollo`.
-        growth: See `scale_by_apollo`.
-        seed: See `scale_by_apollo`.
-
-    Returns:
-        The transformation.
-
-    Raises:
-        ValueError: As `scale_by_apollo`.
-    """
-    return _apollo(1, b1, b2, eps, alpha, interval, growth, seed, channels=False)
-
-
-def _apollo(rank, b1, b2, eps, alpha, interval, growth, seed, channels):
     if rank is not None:
         check_count("rank", rank)
     check_decay("b1", b1)
@@ -139,11 +104,10 @@ def _apollo(rank, b1, b2, eps, alpha, interval, growth, seed, channels):
         R = jax.tree.map(lambda p, g: jnp.swapaxes(p, -1, -2) @ g, P, G)
         mu = optax.tree.update_moment(R, state.mu, b1, 1)
         nu = optax.tree.update_moment(R, state.nu, b2, 2)
-        axes = -2 if channels else (-2, -1)
 
         def scale(g, r, m, v):
             adam = m / (jnp.sqrt(v) + eps)
-            return g * (_norm(adam, axes) / (_norm(r, axes) + 1e-8))
+            return g * (_norm(adam, -2) / (_norm(r, -2) + 1e-8))
 
         scaled = jax.tree.map(scale, G, R, mu, nu)
         norm = jax.tree.map(lambda x: _norm(x, (-2, -1)), scaled)

@@ -55,7 +55,7 @@ def mgup(grads, tau=0.5, gamma=0.1):
     return out
 
 
-def apollo(grads, projections, alpha=1.0, growth=1.01, b1=0.9, b2=0.999, eps=1e-6, mini=False):
+def apollo(grads, projections, growth=1.01, b1=0.9, b2=0.999, eps=1e-6):
     """`projections`: P of each step, (smaller side, r)."""
     transposed = grads[0].shape[0] > grads[0].shape[1]
     m = v = 0.0
@@ -70,14 +70,12 @@ def apollo(grads, projections, alpha=1.0, growth=1.01, b1=0.9, b2=0.999, eps=1e-
         for j in range(g.shape[1]):
             s = np.linalg.norm(r_tilde[:, j]) / (np.linalg.norm(r[:, j]) + 1e-8)
             scaled[:, j] = g[:, j] * s
-        if mini:
-            scaled = g * np.linalg.norm(r_tilde) / (np.linalg.norm(r) + 1e-8)
         norm = np.linalg.norm(scaled)
         if last is not None:
             limiter = max(norm / (last + 1e-8), growth) / growth
             scaled, norm = scaled / limiter, norm / limiter
         last = norm
-        u = alpha * np.sqrt(1 - b2**t) / (1 - b1**t) * scaled
+        u = np.sqrt(1 - b2**t) / (1 - b1**t) * scaled
         out.append(u.T if transposed else u)
     return out
 

@@ -1,7 +1,7 @@
 """Proposition 1, the descent lemma and effective smoothness, measured (paper, sections 2 and 5).
 
-    python -m examples.paper.theory            # a small Llama on the standard library's text
-    python -m examples.paper.theory --plot     # figure, from the records alone
+    python -m examples.paper.section5_theory            # a small Llama on the Python library's text
+    python -m examples.paper.section5_theory --plot     # figure, from the records alone
 
 Proposition 1. With delta the base's update and delta~ = m delta / p (SkipUpdate), block by block,
 
@@ -40,11 +40,13 @@ from examples.kit.console import print_error, say
 from examples.kit.data.load import load
 from examples.kit.figure import Figure
 from examples.kit.loss import cross_entropy
-from examples.kit.options import Parser, local_path, number, whole
+from examples.kit.options import Parser, number, whole
 from examples.kit.paths import by_path
+from examples.kit.step import apply
 from examples.llama.config import LlamaConfig
 from examples.llama.model import Llama
 from examples.paper import RESULTS
+from examples.paper.drawing import add_figure_options, records_to_draw, save
 from magma_optax import attention_and_mlp, skip_update, with_magma
 
 Params = dict[str, jax.Array]  # by path; a masked leaf is a block
@@ -282,7 +284,7 @@ def run_proposition(args: argparse.Namespace, missing: Callable[[dict], bool]) -
     base = optax.adam(args.adam_rate)
     tx = optax.chain(base, skip_update(0.5, where=attention_and_mlp))
     state = tx.init(params)
-    update = jax.jit(lambda g, state, params: tx.update(g, state, params))
+    move = jax.jit(functools.partial(apply, tx))
     gradient, base_update = jax.jit(jax.grad(loss)), jax.jit(base.update)
     for step in range(args.steps + 1):
         batch = next(batches)
@@ -295,8 +297,7 @@ def run_proposition(args: argparse.Namespace, missing: Callable[[dict], bool]) -
                     loss, params, delta, batch, p=p, blocks=blocks, draws=args.draws
                 )
                 record(args.out, setting, sides)
-        updates, state = update(g, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = move(g, state, params)
 
 
 def run_descent(args: argparse.Namespace, missing: Callable[[dict], bool]) -> None:
@@ -307,7 +308,7 @@ def run_descent(args: argparse.Namespace, missing: Callable[[dict], bool]) -> No
     state = tx.init(params)
     objective = jax.tree.map(lambda *x: jnp.stack(x), *[next(batches) for _ in range(8)])
     gradient = jax.jit(jax.grad(loss))
-    update = jax.jit(lambda g, state, params: tx.update(g, state, params))
+    move = jax.jit(functools.partial(apply, tx))
     for step in range(args.steps + 1):
         setting = describe(args, "descent") | {"step": step, "p": 0.5, "batches": 8, "draws": 16}
         if step and step % args.every == 0 and missing(setting):
@@ -318,8 +319,7 @@ def run_descent(args: argparse.Namespace, missing: Callable[[dict], bool]) -> No
             record(args.out, setting, terms)
         # The eight batches are the whole data set, so that the lemma's E is over what trains.
         batch = jax.tree.map(lambda x, i=step: x[i % 8], objective)
-        updates, state = update(gradient(params, batch), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = move(gradient(params, batch), state, params)
 
 
 def setup(args: argparse.Namespace) -> Any:
@@ -401,10 +401,7 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
     right.set(xlabel="L (largest eigenvalue of the block)", ylabel="rho / p")
     right.axhspan(0.286, 0.775, color="gray", alpha=0.15, label="all that scores allow")
     right.legend(fontsize="small")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "theory.png"
-    figure.savefig(path, dpi=70)
-    return path
+    return save(figure, folder / "theory.png", dpi=70)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -414,7 +411,7 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
 def parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(
-        prog="python -m examples.paper.theory",
+        prog="python -m examples.paper.section5_theory",
         description="Proposition 1 and the descent lemma on a small transformer.",
     )
     add, count, positive = parser.add_argument, whole(1), number(0.0, above=True)
@@ -434,11 +431,7 @@ def parser() -> Parser:
         default=[0.25, 0.5, 0.75],
     )
     add("--seed", type=whole(0), default=0, help="of parameters and data (%(default)s)")
-    add("--out", type=local_path, default=RESULTS / "theory.jsonl", help="records")
-    add("--plot", action="store_true", help="draw the records instead of running")
-    add(
-        "--images", type=local_path, default=Path("docs/images"), help="of the figure (%(default)s)"
-    )
+    add_figure_options(parser, RESULTS / "theory.jsonl")
     return parser
 
 
@@ -446,19 +439,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is not recorded yet, or draws."""
     options = parser()
     args = options.parse_args(argv)
-    if not args.plot:
-        options.refuse_idle(args, "without --plot", "images")
-    recorded = records.read(args.out)
-    if args.plot:
-        if not recorded:
-            print_error(f"no records in {args.out}")
-            return 2
+    if recorded := records_to_draw(options, args):
         say(plot(recorded, args.images))
         return 0
     if args.width % 4:
         print_error(f"--width must be a multiple of 4, got {args.width}")
         return 2
-    done = [r["settings"] for r in recorded]
+    done = [r["settings"] for r in records.read(args.out)]
     missing = lambda setting: setting not in done  # noqa: E731
     run_proposition(args, missing)
     run_descent(args, missing)

@@ -11,7 +11,7 @@ from examples.kit import records
 from examples.kit.loss import cross_entropy
 from examples.llama.config import LlamaConfig
 from examples.llama.model import Llama
-from examples.paper import theory
+from examples.paper import section5_theory as theory
 from magma_optax import with_magma
 
 BLOCKS = ("a", "b", "c")

@@ -1,7 +1,7 @@
 """AdamW and Magma on two quadratics with the same eigenvalues (paper, section 4.4 and figure 4).
 
-    python -m examples.paper.quadratics            # the whole grid on one CPU core
-    python -m examples.paper.quadratics --plot     # figures, from the records alone
+    python -m examples.paper.figure4_quadratics            # the whole grid on one CPU core
+    python -m examples.paper.figure4_quadratics --plot     # figures, from the records alone
 
     l(w) = w' H w / 2,   H = blockdiag(U_1 E_1 U_1', U_2 E_2 U_2', U_3 E_3 U_3'),   X = H^(1/2)
 
@@ -36,8 +36,10 @@ import optax
 from examples.kit import records
 from examples.kit.console import print_error, say
 from examples.kit.figure import Figure
-from examples.kit.options import Parser, local_path, number, whole
+from examples.kit.options import Parser, number, whole
+from examples.kit.step import apply
 from examples.paper import RESULTS
+from examples.paper.drawing import add_figure_options, multiple_of, records_to_draw, save
 from magma_optax import skip_update, with_magma
 
 EIGENVALUES = {
@@ -181,8 +183,7 @@ def train(
     def step(carry: Any, seen: jax.Array) -> Any:
         w, state, total, count, score = carry
         g = jax.grad(minibatch_loss)(w, x, seen)
-        updates, state = tx.update(g, state, w)
-        w = optax.apply_updates(w, updates)
+        w, state = apply(tx, g, state, w)
         cosine = cosines(optax.tree.get(state, "mu"), g)
         total, count = total + jnp.nan_to_num(cosine), count + ~jnp.isnan(cosine)
         return (w, state, total, count, score + scores(state)), None
@@ -363,7 +364,7 @@ def plot_trajectories(recorded: list[dict[str, Any]], folder: Path) -> Path | No
         bottom.set(xlabel="step", ylabel="mean cos(mu, g)")
         top.legend(fontsize="small")
         bottom.legend(fontsize="x-small", ncols=2)
-    return save(figure, folder / "quadratics.png")
+    return save(figure, folder / "quadratics.png", dpi=72)
 
 
 def plot_ratios(recorded: list[dict[str, Any]], folder: Path) -> Path:
@@ -413,13 +414,6 @@ def at_floor(record: dict[str, Any]) -> bool:
     return all(float(record["results"][arm]["log10_loss"][1]) < floor for arm in ("adamw", "magma"))
 
 
-def save(figure: Figure, path: Path, dpi: int = 72) -> Path:
-    """Writes a small PNG."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
-    return path
-
-
 # ---------------------------------------------------------------------------------------------
 # Command line
 
@@ -427,37 +421,22 @@ def save(figure: Figure, path: Path, dpi: int = 72) -> Path:
 def parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(
-        prog="python -m examples.paper.quadratics",
+        prog="python -m examples.paper.figure4_quadratics",
         description="AdamW and Magma on two quadratics with the same eigenvalues.",
     )
     add = parser.add_argument
     add("--cases", nargs="+", choices=EIGENVALUES, default=list(EIGENVALUES))
     add("--rows", nargs="+", type=int, choices=range(1, 10), default=[1, 2, 3], help="k, of 9")
     add("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    add("--steps", nargs="+", type=interval_steps, default=[500, 2000], help="(500 2000)")
+    add("--steps", nargs="+", type=multiple_of(POINTS), default=[500, 2000], help="(500 2000)")
     add("--betas", nargs=2, type=number(0.0), default=[0.9, 0.999], help="AdamW's (0.9 0.999)")
     add("--seeds", type=whole(1), default=60, help="a sixth from 10000 steps on (%(default)s)")
     add("--lowest-rate", type=number(0.0, above=True), default=1e-4, help="(%(default)s)")
     add("--highest-rate", type=number(0.0, above=True), default=10.0, help="(%(default)s)")
     add("--rates", type=whole(2), default=61, help="number of learning rates (%(default)s)")
     add("--full", action="store_true", help="also 10000 steps and betas (0.95, 0.95)")
-    add("--out", type=local_path, default=RESULTS / "quadratics.jsonl", help="(%(default)s)")
-    add("--plot", action="store_true", help="draw the records instead of running")
-    add(
-        "--images",
-        type=local_path,
-        default=Path("docs/images"),
-        help="of the figures (%(default)s)",
-    )
+    add_figure_options(parser, RESULTS / "quadratics.jsonl")
     return parser
-
-
-def interval_steps(text: str) -> int:
-    """Parses a number of steps that `POINTS` divides."""
-    steps = int(whole(1)(text))
-    if steps % POINTS:
-        raise argparse.ArgumentTypeError(f"must be a multiple of {POINTS}, got {steps}")
-    return steps
 
 
 def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -489,12 +468,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse_args(argv)
     if args.full:
         options.refuse_idle(args, "beside --full", "steps", "betas")
-    if not args.plot:
-        options.refuse_idle(args, "without --plot", "images")
-    if args.plot:
-        if not (recorded := records.read(args.out)):
-            print_error(f"no records in {args.out}")
-            return 2
+    if recorded := records_to_draw(options, args):
         recorded = most_seeds(recorded)
         say(plot_trajectories(recorded, args.images))
         say(plot_ratios(recorded, args.images))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from examples.kit import records
-from examples.paper import RESULTS, quadratics
-from examples.paper.quadratics import EIGENVALUES
+from examples.paper import RESULTS
+from examples.paper import figure4_quadratics as quadratics
+from examples.paper.figure4_quadratics import EIGENVALUES
 
 every_case = pytest.mark.parametrize("case", EIGENVALUES)
 TINY = "--steps 50 --seeds 2 --rates 3 --cases grouped --rows 2 --schedules constant".split()

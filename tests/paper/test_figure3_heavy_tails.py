@@ -7,16 +7,16 @@ import optax
 import pytest
 
 from examples.kit import records
-from examples.paper import linear_transformer as lt
+from examples.paper import figure3_heavy_tails as heavy_tails
 
-LOSS_AND_GRADIENT = jax.jit(jax.value_and_grad(lt.loss))
+LOSS_AND_GRADIENT = jax.jit(jax.value_and_grad(heavy_tails.loss))
 
 
 def sequences(seed, size=7):
     """A few sequences, written without `draw`: x (B, n+1, d), y (B, n+1)."""
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(size, lt.N + 1, lt.D))
-    w = rng.normal(size=(size, lt.D, 1))
+    x = rng.normal(size=(size, heavy_tails.N + 1, heavy_tails.D))
+    w = rng.normal(size=(size, heavy_tails.D, 1))
     return x, (x @ w)[..., 0]
 
 
@@ -26,25 +26,28 @@ def attention_loss(params, x, y):
     for x_one, y_one in zip(x, y, strict=True):
         z = np.column_stack([x_one, y_one])  # (n+1, d+1)
         z[-1, -1] = 0
-        context = np.eye(lt.N + 1)
+        context = np.eye(heavy_tails.N + 1)
         context[-1, -1] = 0  # Nothing attends to the query.
         for p, q in params:
-            p_full, q_full = np.zeros((2, lt.D + 1, lt.D + 1))
-            p_full[: lt.D, : lt.D], q_full[: lt.D, : lt.D] = p, q
+            p_full, q_full = np.zeros((2, heavy_tails.D + 1, heavy_tails.D + 1))
+            p_full[: heavy_tails.D, : heavy_tails.D], q_full[: heavy_tails.D, : heavy_tails.D] = (
+                p,
+                q,
+            )
             p_full[-1, -1] = 1
             scores = z @ q_full @ z.T  # (to, from)
-            z = z + scores @ context @ z @ p_full.T / lt.N
+            z = z + scores @ context @ z @ p_full.T / heavy_tails.N
         errors.append((z[-1, -1] + y_one[-1]) ** 2)
     return np.mean(errors)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_small_matrices_compute_the_attention(seed):
-    params = lt.init(jax.random.key(seed))
+    params = heavy_tails.init(jax.random.key(seed))
     x, y = sequences(seed)
-    batch = lt.reduce_sequences(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
+    batch = heavy_tails.reduce_sequences(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
     expected = attention_loss(np.asarray(params["PQ"], np.float64), x, y)
-    np.testing.assert_allclose(lt.loss(params, batch), expected, rtol=1e-5)
+    np.testing.assert_allclose(heavy_tails.loss(params, batch), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heavy", "loss", "norm"), [(False, 5.38, 9.0), (True, 0.97, 0.45)])
@@ -53,11 +56,11 @@ def test_values_at_the_start(heavy, loss, norm):
 
     The heavy-tailed gradient norm varies fourfold between batches: within a third.
     """
-    draw = jax.jit(lt.draw)
+    draw = jax.jit(heavy_tails.draw)
     values = []
     for seed in range(20):
         batch = draw(jax.random.key(seed), heavy)
-        value, gradient = LOSS_AND_GRADIENT(lt.init(jax.random.key(100 + seed)), batch)
+        value, gradient = LOSS_AND_GRADIENT(heavy_tails.init(jax.random.key(100 + seed)), batch)
         values.append((value, optax.tree.norm(gradient)))
     median_loss, median_norm = np.median(values, axis=0)
     np.testing.assert_allclose(median_loss, loss, rtol=0.1)
@@ -66,17 +69,22 @@ def test_values_at_the_start(heavy, loss, norm):
 
 def test_tails_have_one_variance_and_differ_in_the_fourth_moment():
     """E |x|^2 = d or 1; E |x|^4 / (E |x|^2)^2 = 1 + 2/d, or 1 + 1/0.1 for the Gamma."""
-    for heavy, second, kurtosis in [(False, lt.D, 1 + 2 / lt.D), (True, 1.0, 11.0)]:
-        query = lt.draw(jax.random.key(0), heavy, size=100_000)[1]
-        squares = np.sum(np.square(query[: lt.D, 0], dtype=np.float64), axis=0)
+    for heavy, second, kurtosis in [
+        (False, heavy_tails.D, 1 + 2 / heavy_tails.D),
+        (True, 1.0, 11.0),
+    ]:
+        query = heavy_tails.draw(jax.random.key(0), heavy, size=100_000)[1]
+        squares = np.sum(np.square(query[: heavy_tails.D, 0], dtype=np.float64), axis=0)
         np.testing.assert_allclose(squares.mean(), second, rtol=0.05)
         np.testing.assert_allclose((squares**2).mean() / second**2, kurtosis, rtol=0.15)
 
 
 def test_the_last_p_has_no_gradient():
     """Nothing reads what it writes, so 25 of the 150 diagonal entries are zero."""
-    _, gradient = LOSS_AND_GRADIENT(lt.init(jax.random.key(0)), lt.draw(jax.random.key(1), False))
-    last_p = np.zeros((lt.LAYERS, 2), bool)
+    _, gradient = LOSS_AND_GRADIENT(
+        heavy_tails.init(jax.random.key(0)), heavy_tails.draw(jax.random.key(1), False)
+    )
+    last_p = np.zeros((heavy_tails.LAYERS, 2), bool)
     last_p[-1, 0] = True
     np.testing.assert_array_equal(np.abs(gradient["PQ"]).max(axis=(2, 3)) == 0, last_p)
 
@@ -87,17 +95,21 @@ def test_condition_numbers_of_a_known_hessian(monkeypatch):
     h = rng.normal(size=(150, 150))
     h = h + h.T
     flat = lambda params: params["PQ"].ravel()  # noqa: E731
-    monkeypatch.setattr(lt, "loss", lambda params, batch: flat(params) @ batch @ flat(params) / 2)
-    values = lt.condition_numbers(lt.init(jax.random.key(0)), jnp.asarray(h, jnp.float32))
+    monkeypatch.setattr(
+        heavy_tails, "loss", lambda params, batch: flat(params) @ batch @ flat(params) / 2
+    )
+    values = heavy_tails.condition_numbers(
+        heavy_tails.init(jax.random.key(0)), jnp.asarray(h, jnp.float32)
+    )
     for value, exact in zip(values, [np.diagonal(h), np.linalg.eigvalsh(h)], strict=True):
         np.testing.assert_allclose(value, abs(exact).max() / np.median(abs(exact)), rtol=1e-3)
 
 
 def test_blocks_are_p_and_q_of_each_layer_or_all_as_one():
-    params = lt.init(jax.random.key(0))
+    params = heavy_tails.init(jax.random.key(0))
 
     def moved(arm):
-        tx = lt.optimizer(arm, 0.1, jax.random.key(3), jnp.full((3, 2), 0.5))
+        tx = heavy_tails.optimizer(arm, 0.1, jax.random.key(3), jnp.full((3, 2), 0.5))
         state, seen = tx.init(params), []
         for _ in range(12):
             updates, state = tx.update(params, state, params)
@@ -117,28 +129,28 @@ def test_blocks_are_p_and_q_of_each_layer_or_all_as_one():
 
 def test_the_command_records_skips_what_is_recorded_and_draws(tmp_path, capsys, monkeypatch):
     """The Hessian of a batch of 2, to compile and run in seconds."""
-    monkeypatch.setattr(lt, "BATCH", 2)
-    monkeypatch.setattr(lt, "draw", lambda key, heavy: DRAW(key, heavy, 2))
-    out = tmp_path / "new" / "lt.jsonl"
+    monkeypatch.setattr(heavy_tails, "BATCH", 2)
+    monkeypatch.setattr(heavy_tails, "draw", lambda key, heavy: DRAW(key, heavy, 2))
+    out = tmp_path / "new" / "heavy_tails.jsonl"
     options = "--tails light --arms constant adam magma --steps 250 --seeds 1 --rates 0.04 0.02"
     run = [*options.split(), "--out", str(out)]
-    assert lt.main(run) == 0
+    assert heavy_tails.main(run) == 0
     written = out.read_bytes()
     done = records.read(out)
     assert [record["settings"]["arm"] for record in done] == ["adam", "magma", "constant"]
     assert all(record["settings"]["rates"] == [0.02, 0.04] for record in done)
-    assert np.shape(done[1]["results"]["score"]) == (lt.LAYERS, 2)
+    assert np.shape(done[1]["results"]["score"]) == (heavy_tails.LAYERS, 2)
     assert np.shape(done[0]["results"]["eigenvalue_over_time"]) == (3, 1)
     capsys.readouterr()
 
-    assert lt.main(run) == 0
+    assert heavy_tails.main(run) == 0
     assert out.read_bytes() == written
     assert capsys.readouterr().out.count("recorded already") == 3
-    assert lt.main(["--plot", "--out", str(out), "--images", str(tmp_path)]) == 0
+    assert heavy_tails.main(["--plot", "--out", str(out), "--images", str(tmp_path)]) == 0
     assert (tmp_path / "linear_transformer.png").stat().st_size > 1000
 
 
-DRAW = lt.draw
+DRAW = heavy_tails.draw
 
 
 @pytest.mark.parametrize(
@@ -155,7 +167,7 @@ DRAW = lt.draw
 )
 def test_a_wrong_option_is_one_line(options, message, capsys):
     try:
-        status = lt.main(options.split())
+        status = heavy_tails.main(options.split())
     except SystemExit as stop:
         status = stop.code
     error = capsys.readouterr().err
@@ -164,14 +176,16 @@ def test_a_wrong_option_is_one_line(options, message, capsys):
 
 def test_the_hessians_of_a_long_run_take_the_memory_of_one(monkeypatch):
     """As an accelerator does it: 40 times of 24 seeds at once asked for 166 GB of a card."""
-    monkeypatch.setattr(lt, "each", jax.vmap)
-    monkeypatch.setattr(lt, "fixed_batch", lambda heavy: None)
+    monkeypatch.setattr(heavy_tails, "each", jax.vmap)
+    monkeypatch.setattr(heavy_tails, "fixed_batch", lambda heavy: None)
     matrix = lambda params, _: jnp.full((150, 150), jnp.sum(params["PQ"]))  # noqa: E731
-    monkeypatch.setattr(lt, "condition_numbers", lambda *a: jnp.linalg.eigvalsh(matrix(*a))[:2])
+    monkeypatch.setattr(
+        heavy_tails, "condition_numbers", lambda *a: jnp.linalg.eigvalsh(matrix(*a))[:2]
+    )
 
     def temporary(times):
-        params = {"PQ": jnp.zeros((1, times, lt.LAYERS, 2, lt.D, lt.D))}
-        compiled = jax.jit(lt.curvature.__wrapped__).lower(params, True).compile()
+        params = {"PQ": jnp.zeros((1, times, heavy_tails.LAYERS, 2, heavy_tails.D, heavy_tails.D))}
+        compiled = jax.jit(heavy_tails.curvature.__wrapped__).lower(params, True).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary(8) < 1.1 * temporary(1)

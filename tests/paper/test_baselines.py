@@ -2,15 +2,15 @@
 
 import functools
 
+import baselines_reference as reference
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import paper_baselines_reference as reference
 import pytest
 
 from examples.kit.optimizers import direction
-from examples.paper.baselines.apollo import projections, scale_by_apollo, scale_by_apollo_mini
+from examples.paper.baselines.apollo import projections, scale_by_apollo
 from examples.paper.baselines.c_adam import scale_by_c_adam
 from examples.paper.baselines.controls import constant, constant_times_mask, damping_only
 from examples.paper.baselines.matrices import on_matrices
@@ -70,19 +70,17 @@ def test_formula(name):
         np.testing.assert_allclose(got[leaf], formula(double(grads, leaf)), **CLOSE)
 
 
-@pytest.mark.parametrize("mini", [False, True])
-def test_apollo(mini):
+def test_apollo():
     grads = gradients(SHAPES)
     grads["wide"][5] *= 30.0  # the limiter acts
     options = {"interval": 3, "growth": 1.2, "seed": 7}
-    tx = scale_by_apollo_mini(**options) if mini else scale_by_apollo(2, **options)
+    tx = scale_by_apollo(2, **options)
     got, _ = run(tx, grads)
     like = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-    drawn = [projections(like, 1 if mini else 2, 7, jnp.int32(t // 3)) for t in range(STEPS)]
+    drawn = [projections(like, 2, 7, jnp.int32(t // 3)) for t in range(STEPS)]
     for leaf in grads:
         sketch = [np.asarray(d[leaf], np.float64) for d in drawn]
-        alpha = np.sqrt(128) if mini else 1.0
-        want = reference.apollo(double(grads, leaf), sketch, alpha, 1.2, mini=mini)
+        want = reference.apollo(double(grads, leaf), sketch, 1.2)
         np.testing.assert_allclose(got[leaf], want, **CLOSE)
 
 
@@ -158,7 +156,6 @@ MATRICES = {  # intervals for which each periodic event falls within STEPS
     "mgup": lambda: mgup(optax.scale_by_adam()),
     "sgg": lambda: sgg(optax.scale_by_adam(), interval=2, decay=0.5),
     "apollo": lambda: scale_by_apollo(interval=3),
-    "apollo_mini": lambda: scale_by_apollo_mini(interval=3),
     "soap": lambda: scale_by_soap(interval=2),
     "stable_spam": lambda: scale_by_stable_spam(interval=3, gamma3=0.9),
 }
@@ -170,7 +167,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(MATRICES.keys() - {"apollo", "apollo_mini"}))
+@pytest.mark.parametrize("name", sorted(MATRICES.keys() - {"apollo"}))
 def test_leading_axes_index_matrices(name):
     one = gradients({"a": (4, 5), "b": (4, 5)})
     stacked = {"stacked": np.stack([one["a"], one["b"]], 1)}
@@ -180,17 +177,13 @@ def test_leading_axes_index_matrices(name):
         np.testing.assert_allclose(together["stacked"][:, i], apart[leaf], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mini", [False, True])
-def test_apollo_on_stacked_matrices(mini):
+def test_apollo_on_stacked_matrices():
     grads = gradients({"stacked": (2, 6, 4)})
-    got, _ = run(scale_by_apollo_mini() if mini else scale_by_apollo(2), grads)
-    P = projections({"stacked": jnp.zeros((2, 6, 4))}, 1 if mini else 2, 0, jnp.int32(0))
+    got, _ = run(scale_by_apollo(2), grads)
+    P = projections({"stacked": jnp.zeros((2, 6, 4))}, 2, 0, jnp.int32(0))
     for i in range(2):
         sketch = [np.asarray(P["stacked"][i], np.float64)] * STEPS
-        alpha = np.sqrt(128) if mini else 1.0
-        want = reference.apollo(
-            list(grads["stacked"][:, i].astype(np.float64)), sketch, alpha, mini=mini
-        )
+        want = reference.apollo(list(grads["stacked"][:, i].astype(np.float64)), sketch)
         np.testing.assert_allclose(got["stacked"][:, i], want, **CLOSE)
 
 
@@ -271,7 +264,7 @@ def test_magma_finds_the_momentum_of_c_adam_and_keeps_its_own_for_laprop():
 BAD = {
     "rank must be an integer of at least 1, got 0": lambda: scale_by_apollo(0),
     "growth must be greater than 0, got -1": lambda: scale_by_apollo(growth=-1),
-    r"b1 must be in \[0, 1\), got 1.0": lambda: scale_by_apollo_mini(1.0),
+    r"b1 must be in \[0, 1\), got 1.0": lambda: scale_by_apollo(b1=1.0),
     "interval must be an integer of at least 1, got 2.5": lambda: scale_by_soap(interval=2.5),
     r"shampoo_decay must be in \[0, 1\), got nan": lambda: scale_by_soap(
         shampoo_decay=float("nan")

@@ -3,25 +3,25 @@
 import dataclasses
 import math
 import pickle
-import random
 import struct
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from examples.kit import records
 from examples.kit.data.error import DataError
-from examples.paper import negative_control, negative_control_report
-from examples.paper.negative_control import ARMS, kernels
-from examples.paper.vision import cifar, images, train
+from examples.paper import appendix_resnet, command, runner
+from examples.paper import trainer as trainers
+from examples.paper.appendix_resnet import ARMS, kernels
+from examples.paper.tasks.resnet import Task, order
+from examples.paper.trainer import Trainer
+from examples.paper.vision import cifar, images
 from examples.paper.vision.augment import PAD, crop_and_flip
 from examples.paper.vision.resnet import MODELS, ResNet
-from examples.paper.vision.train import Task, Trainer, order
 
 TASK = Task("tiny", epochs=2, batch_size=64, warmup=0.05, dtype="float32")
 
@@ -274,14 +274,14 @@ def test_blocks_are_kernels_alone():
 
 @pytest.fixture(scope="module")
 def trainer():
-    return Trainer(TASK, images.digits())
+    return Trainer(TASK)
 
 
 @pytest.mark.parametrize("name", ARMS)
 def test_every_arm_learns(trainer, name):
     results = trainer.run(name, ARMS[name], learning_rate=8e-3, seed=0)
-    first, last = results["curve"]
-    assert last < first - 0.2
+    losses = [loss for _, loss in results["curve"]]
+    assert losses[-1] < losses[0] - 0.2
     assert not results["diverged"] and results["valid_loss"] < math.log(10)
     assert results["steps"] == 18
     scores = results["alignment"], results["alignment_over_training"]
@@ -291,150 +291,106 @@ def test_every_arm_learns(trainer, name):
         assert scores == (None, None)
 
 
-def test_rate_and_seed_are_arguments_of_one_compiled_step(trainer):
-    runs = [
-        trainer.run("adamw", ARMS["adamw"], rate, seed) for rate, seed in [(1e-3, 0), (8e-3, 1)]
-    ]
-    assert runs[0]["valid_loss"] != runs[1]["valid_loss"]
-    assert trainer._steps["adamw"]._cache_size() == 1
-    again = trainer.run("adamw", ARMS["adamw"], 1e-3, 0)
-    assert again["valid_loss"] == runs[0]["valid_loss"]
-
-
-def test_a_step_is_the_optimizers_and_moves_the_statistics(trainer):
-    """The step agrees with gradients of the eager model; evaluation moves no statistic."""
-    rate, key = jnp.float32(1e-2), jnp.uint32(0)
-    arm = dataclasses.replace(ARMS["adamw"], build=lambda rate, _: jax_sgd())
-    params, stats = trainer.initial(0)
-    model = nnx.merge(trainer.graphdef, params, stats)
-    images_, labels = trainer.data.train.images[:8], trainer.data.train.labels[:8]
-    x = (images_ - trainer.mean[None, None, None]) / trainer.std[None, None, None]
+def test_a_step_is_the_models_and_moves_the_statistics(trainer):
+    """Loss and gradient agree with the eager model's; evaluation moves no statistic."""
+    problem = trainer.problem
+    params, stats = problem.initial(0)
+    model = nnx.merge(problem.graphdef, params, stats)
+    images_, labels = problem.data.train.images[:8], problem.data.train.labels[:8]
+    x = (images_ - problem.mean[None, None, None]) / problem.std[None, None, None]
 
     def loss(model):
         logits = model(jnp.asarray(x, jnp.float32), train=True)
         return -jnp.mean(jax.nn.log_softmax(logits)[np.arange(8), labels])
 
     value, grads = nnx.jit(nnx.value_and_grad(loss))(model)
-    expected = jax.tree.map(lambda p, g: p - g, params, nnx.to_pure_dict(grads))
-    before = jax.device_get(stats)
-    state = train.State(params, stats, jax_sgd().init(params), jnp.int32(0))
-    state, got = trainer.make_step(arm)(state, images_, labels, np.arange(8), rate, key)
-    np.testing.assert_allclose(got, value, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, expected)
+    batch = {"images": images_, "labels": labels, "seed": np.uint32(0), "step": np.int32(0)}
+    found = jax.jit(problem.backward)(params, stats, batch)
+    np.testing.assert_allclose(found.loss, value, rtol=1e-5)
+    expected = nnx.to_pure_dict(grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found.grads, expected)
     moved = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.stats, moved)
-    assert not np.allclose(state.stats["stem"]["norm"]["mean"], before["stem"]["norm"]["mean"])
-    assert int(state.step) == 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found.variables, moved)
+    assert not np.allclose(found.variables["stem"]["norm"]["mean"], stats["stem"]["norm"]["mean"])
+    first, again = (problem.evaluate(params, stats) for _ in range(2))
+    assert first == again
 
 
-def jax_sgd():
-    """Gradient descent of rate 1, whatever the schedule."""
-    return optax.with_extra_args_support(optax.sgd(1.0))
-
-
-def test_divergence_is_recorded_and_ends_the_run(trainer):
-    results = trainer.run("adamw", ARMS["adamw"], learning_rate=1e30, seed=0)
-    assert results["diverged"] and results["valid_loss"] == math.inf and results["epochs"] == 1
+def test_divergence_is_recorded_and_ends_the_run(monkeypatch):
+    monkeypatch.setattr(trainers, "CHUNK", 3)
+    results = Trainer(TASK).run("adamw", ARMS["adamw"], learning_rate=1e30, seed=0)
+    assert results["diverged"] and results["valid_loss"] == math.inf and results["steps"] < 18
 
 
 def test_a_batch_larger_than_the_data_is_refused():
-    with pytest.raises(ValueError, match="a batch of 600, but only 599 training images"):
-        Trainer(dataclasses.replace(TASK, batch_size=600), images.digits())
+    with pytest.raises(DataError, match="a batch of 600, but only 599 training images"):
+        dataclasses.replace(TASK, batch_size=600).open()
 
 
 # ---------------------------------------------------------------------------------------------
 # The command
 
-TINY = "--model tiny --epochs 1 --batch-size 128 --arms adamw+magma --seeds 2 --reach 2"
+TINY = "--model tiny --epochs 1 --batch-size 128 --arms adamw+magma --seeds 2"
 
 
 def run(tmp_path, *more):
-    return negative_control.main([*TINY.split(), "--out", str(tmp_path / "r.jsonl"), *more])
+    return appendix_resnet.main([*TINY.split(), "--out", str(tmp_path / "r.jsonl"), *more])
 
 
-def test_the_command_records_once_and_reports(tmp_path, capsys, monkeypatch):
-    assert run(tmp_path, "--rates", "4e-3") == 0
-    out = capsys.readouterr().out
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Spares the process that looks for devices."""
+    monkeypatch.setattr(command, "find_devices", lambda: ("cpu", [{}]))
+
+
+def test_the_command_records_once_and_reports(tmp_path, capfd, monkeypatch, on_a_cpu):
+    rates = ["--fixed-rate", "4e-3", "8e-3"]
+    assert run(tmp_path, *rates) == 0
+    out = capfd.readouterr().out
     found = records.read(tmp_path / "r.jsonl")
     settings = found[0]["settings"]
     assert settings["data"] == "digits" and settings["experiment"] == "negative_control"
-    assert "| adamw+magma |" in out and "no, edge" in out  # one epoch: the edge is never best here
-    seen = [(r["settings"]["arm"], r["settings"]["learning_rate"]) for r in found]
-    assert seen.count(("adamw+magma", 4e-3)) == 2
-
-    monkeypatch.setattr(Trainer, "run", None)  # would fail if called
-    assert run(tmp_path, "--rates", "4e-3") == 0
+    assert "| adamw+magma |" in out and "test accuracy, %" in out
+    assert sorted((r["settings"]["learning_rate"], r["settings"]["seed"]) for r in found) == [
+        (rate, seed) for rate in (4e-3, 8e-3) for seed in (0, 1)
+    ]
+    monkeypatch.setattr(runner, "Worker", None)  # none is started
+    assert run(tmp_path, *rates) == 0
     assert len(records.read(tmp_path / "r.jsonl")) == len(found)
 
-    capsys.readouterr()
-    assert negative_control_report.main([str(tmp_path / "r.jsonl")]) == 0
-    assert "median validation loss" in capsys.readouterr().out
-    assert (tmp_path / "r.png").stat().st_size > 10_000
+
+def test_a_folder_of_cifar_is_trained_on_with_augmentation(tmp_path, batches):
+    write_python(tmp_path / "cifar-10-batches-py", batches)
+    task = dataclasses.replace(TASK, batch_size=7, epochs=1, data=str(tmp_path))
+    assert task.settings()["data"] == "cifar10"
+    problem = task.open()
+    assert problem.data.augment and problem.steps == 2
+    seen = list(problem.batches(3))
+    assert [int(batch["step"]) for batch in seen] == [0, 1] and seen[0]["seed"] == 3
+    params, stats = jax.eval_shape(lambda: problem.initial(0))
+    found = jax.eval_shape(problem.backward, params, stats, seen[0])
+    assert jax.tree.map(like, found.grads) == jax.tree.map(like, params)
+    assert jax.tree.map(like, found.variables) == jax.tree.map(like, stats)
+
+
+def test_the_step_decides_the_augmentation(tmp_path, batches):
+    write_python(tmp_path / "cifar-10-batches-py", batches)
+    problem = dataclasses.replace(TASK, batch_size=7, data=str(tmp_path)).open()
+    params, stats = problem.initial(0)
+    batch = next(problem.batches(0))
+    loss = jax.jit(lambda batch: problem.backward(params, stats, batch).loss)
+    assert loss(batch) == loss(batch)
+    assert loss(batch) != loss(batch | {"step": np.int32(1)})
+    assert loss(batch) != loss(batch | {"seed": np.uint32(1)})
 
 
 def like(x):
     return x.shape, x.dtype
 
 
-def test_the_command_on_a_folder_of_cifar(tmp_path, batches, capsys):
-    write_python(tmp_path / "cifar-10-batches-py", batches)
-    arms = ["--arms", "adamw+skip", "--batch-size", "7", "--time-limit", "0"]
-    assert run(tmp_path, "--data", str(tmp_path), *arms) == 0
-    assert "time limit" in capsys.readouterr().out
-    task = dataclasses.replace(TASK, batch_size=7, epochs=1)
-    trainer = Trainer(task, images.load(tmp_path))
-    assert trainer.data.augment and trainer.steps == 2
-    rate, key, arm = jnp.float32(0.1), jnp.uint32(0), ARMS["adamw+skip"]
-    params, stats = jax.eval_shape(lambda: trainer.initial(0))
-    opt_state = jax.eval_shape(trainer.optimizer(arm, rate, key).init, params)
-    state = train.State(params, stats, opt_state, jnp.int32(0))
-    step = trainer.make_step(arm)
-    after, loss = jax.eval_shape(step, state, *trainer.data.train, np.arange(7), rate, key)
-    assert jax.tree.map(like, after) == jax.tree.map(like, state) and loss.shape == ()
-
-
-def test_mistakes_are_one_line(tmp_path):
+def test_mistakes_are_one_line(tmp_path, capfd, on_a_cpu):
     with pytest.raises(SystemExit, match="error: no arm 'adamax'; there are adamw, "):
         run(tmp_path, "--arms", "adamax")
-    with pytest.raises(SystemExit, match=r"error: .*nothing: no such folder"):
-        run(tmp_path, "--data", str(tmp_path / "nothing"))
-
-
-# ---------------------------------------------------------------------------------------------
-# The report
-
-
-def record(arm, rate, seed, loss):
-    return {
-        "settings": {"arm": arm, "learning_rate": rate, "seed": seed},
-        "results": {
-            "valid_loss": loss,
-            "test_loss": 2 * loss,
-            "test_accuracy": 1 - loss,
-            "alignment_over_training": None,
-            "alignment": None,
-        },
-    }
-
-
-def test_the_table_shows_medians_at_the_best_rate():
-    found = [record("a", rate, 0, loss) for rate, loss in [(1.0, 0.3), (2.0, 0.1), (4.0, 0.2)]]
-    found += [record("a", 2.0, 1, 0.4), record("a", 2.0, 2, 0.2)]
-    random.Random(0).shuffle(found)
-    line = negative_control_report.line(found, "a")
-    assert line == (
-        "| a | 2 | yes | 0.2000 (0.1000 to 0.4000) | 0.4000 (0.2000 to 0.8000) "
-        "| 80.00 (60.00 to 90.00) | 3 |  |"
-    )
-
-
-def test_more_seeds_choose_by_medians():
-    lucky = [record("a", 1.0, 0, 0.1), record("a", 1.0, 1, 0.5), record("a", 1.0, 2, 0.5)]
-    found = lucky + [record("a", 2.0, seed, 0.3) for seed in range(3)] + [record("a", 4.0, 0, 0.2)]
-    lines = negative_control_report.by_rate(found).splitlines()
-    assert lines[0] == "| arm | 1 | 2 | 4 | lowest at | test accuracy there, % |"
-    assert lines[2] == (
-        "| a | 0.5000 (3) | 0.3000 (3) | 0.2000 (1) | 2 **(edge)** | 70.00 (70.00 to 70.00) |"
-    )
-    found += [record("a", 4.0, seed, 0.4) for seed in (1, 2)]
-    assert "| 2 | 70.00" in negative_control_report.by_rate(found)
+    assert run(tmp_path, "--data", str(tmp_path / "nothing")) == 1
+    error = capfd.readouterr().err
+    assert "nothing: no such folder" in error and error.count("\n") == 1

@@ -1,9 +1,9 @@
 """The paper's ablations of Magma: what is masked, in which blocks, and how.
 
-    python -m examples.paper.ablations --set granularity --size 130m --data FOLDER
+    python -m examples.paper.appendix_ablations --set granularity --size 130m --data FOLDER
 
 The paper ablates RMSProp; `--base adam` does the same to Adam. The other options are those of
-`examples.paper.llama_c4`, and so are the search and the records.
+`examples.paper.table1_llama`, and so are the search and the records.
 """
 
 from examples.kit import interrupts
@@ -18,8 +18,12 @@ from typing import Any
 import optax
 
 from examples.kit.optimizers import direction, rms
+from examples.paper import RESULTS
 from examples.paper.arms import ARMS, Arm, magma, plain
-from examples.paper.llama_c4 import parser, refuse_idle, sweep
+from examples.paper.command import add_search_options, conduct, make_parser
+from examples.paper.experiment import Experiment
+from examples.paper.table1_llama import add_task_options, make_task
+from examples.paper.tasks.llama import Task
 from magma_optax import attention, attention_and_mlp
 
 BASES = ("rmsprop", "adam")
@@ -88,15 +92,20 @@ ABLATIONS = {
 }
 
 
+EXPERIMENT = Experiment("examples.paper.appendix_ablations", Task, ARMS | ABLATIONS)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one set of ablations, after the base itself; returns the exit status."""
-    options = parser(__doc__)
-    options.add_argument("--set", choices=SETS[BASES[0]], required=True, help="which ablation")
-    options.add_argument("--base", choices=BASES, default=BASES[0], help="of what (%(default)s)")
-    args = options.parse_args(argv)
-    refuse_idle(options, args)
-    arms = SETS[args.base][args.set]
-    return sweep(args, {args.base: ARMS[args.base]} | arms, [args.base, *arms])
+    parser = make_parser(__doc__)
+    add_task_options(parser)
+    add_search_options(parser, "examples/paper/results/llama_SIZE.jsonl")
+    parser.add_argument("--set", choices=SETS[BASES[0]], required=True, help="which ablation")
+    parser.add_argument("--base", choices=BASES, default=BASES[0], help="of what (%(default)s)")
+    args = parser.parse_args(argv)
+    names = [args.base, *SETS[args.base][args.set]]
+    out = RESULTS / f"llama_{args.size}.jsonl"
+    return conduct(EXPERIMENT, parser, args, names, make_task, out)
 
 
 if __name__ == "__main__":

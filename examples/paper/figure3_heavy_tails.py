@@ -1,8 +1,8 @@
 """Adam and Magma on a linear transformer with light and heavy tails (paper, 4.3 and figure 3).
 
-    python -m examples.paper.linear_transformer           # what a CPU core does in some minutes
-    python -m examples.paper.linear_transformer --full    # the paper's 10,000 steps; wants a GPU
-    python -m examples.paper.linear_transformer --plot    # figures, from the records alone
+    python -m examples.paper.figure3_heavy_tails           # what a CPU core does in some minutes
+    python -m examples.paper.figure3_heavy_tails --full    # the paper's 10,000 steps; wants a GPU
+    python -m examples.paper.figure3_heavy_tails --plot    # figures, from the records alone
 
 The benchmark of Ahn et al. (2310.01082): regress y on x in context. Shapes: d = 5, n = 20 examples
 and one query a sequence, B sequences, L = 3 layers, one head.
@@ -38,8 +38,10 @@ from jax.typing import ArrayLike
 from examples.kit import records
 from examples.kit.console import print_error, say
 from examples.kit.figure import Figure
-from examples.kit.options import Parser, local_path, number, whole
+from examples.kit.options import Parser, number, whole
+from examples.kit.step import apply
 from examples.paper import RESULTS
+from examples.paper.drawing import add_figure_options, multiple_of, records_to_draw, save
 from magma_optax import skip_update, stacked, with_magma
 
 TAILS = ("light", "heavy")
@@ -186,10 +188,9 @@ def train(
 
     def one(carry: Any, rate: jax.Array, batch: Batch) -> Any:
         params, state, total = carry
-        gradient = jax.grad(loss)(params, batch)
         tx = optimizer(arm, rate, coins, multipliers)
-        updates, state = tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, total + score(state)
+        params, state = apply(tx, jax.grad(loss)(params, batch), state, params)
+        return params, state, total + score(state)
 
     def step(carry: Any, key: jax.Array) -> Any:
         batch = draw(key, heavy)
@@ -356,10 +357,7 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
             axes[0, column].legend(fontsize="x-small")
             axes[-1, column].set_xlabel("step")
     figure.suptitle(f"Linear transformer, median of {largest[2]} seeds (quartiles of two arms)")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "linear_transformer.png"
-    figure.savefig(path, dpi=62)
-    return path
+    return save(figure, folder / "linear_transformer.png", dpi=62)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -369,38 +367,18 @@ def plot(recorded: list[dict[str, Any]], folder: Path) -> Path:
 def parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(
-        prog="python -m examples.paper.linear_transformer",
+        prog="python -m examples.paper.figure3_heavy_tails",
         description="Adam and Magma on a linear transformer with light and heavy tails.",
     )
     add, rate = parser.add_argument, number(0.0, above=True)
     add("--tails", nargs="+", choices=TAILS, default=list(TAILS))
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="constants take Magma's scores")
-    add("--steps", type=interval_steps, default=500, help="a multiple of 250 (%(default)s)")
+    add("--steps", type=multiple_of(CURVATURE_EVERY), default=500, help="(%(default)s)")
     add("--seeds", type=whole(1), default=2, help="runs at each rate (%(default)s)")
     add("--rates", nargs="+", type=rate, default=RATES, help="learning rates (0.02 to 0.32)")
     add("--full", action="store_true", help="10000 steps, 6 seeds, 9 rates: wants a GPU")
-    add(
-        "--out",
-        type=local_path,
-        default=RESULTS / "linear_transformer.jsonl",
-        help="records",
-    )
-    add("--plot", action="store_true", help="draw the records instead of running")
-    add(
-        "--images",
-        type=local_path,
-        default=Path("docs/images"),
-        help="of the figures (%(default)s)",
-    )
+    add_figure_options(parser, RESULTS / "linear_transformer.jsonl")
     return parser
-
-
-def interval_steps(text: str) -> int:
-    """Parses a number of steps at whose end the Hessian is due."""
-    steps = int(whole(1)(text))
-    if steps % CURVATURE_EVERY:
-        raise argparse.ArgumentTypeError(f"must be a multiple of {CURVATURE_EVERY}, got {steps}")
-    return steps
 
 
 def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -430,12 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options.parse_args(argv)
     if args.full:
         options.refuse_idle(args, "beside --full", "steps", "seeds", "rates")
-    if not args.plot:
-        options.refuse_idle(args, "without --plot", "images")
-    if args.plot:
-        if not (recorded := records.read(args.out)):
-            print_error(f"no records in {args.out}")
-            return 2
+    if recorded := records_to_draw(options, args):
         say(plot(recorded, args.images))
         return 0
     start = time.perf_counter()

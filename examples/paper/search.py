@@ -158,19 +158,15 @@ def missing_of_all(searches: Sequence[Search], records: Sequence[Record]) -> lis
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """What is known of an arm.
 
     Attributes:
-        arm: Its name.
         best: The best rate at the tuning seed.
         losses: Validation losses at that rate, one for each seed.
-        alignment: Mean of the final scores over those runs; None without scores.
     """
 
-    arm: str
     best: Best
     losses: list[float]
-    alignment: float | None
 
     @property
     def median(self) -> float:
@@ -179,17 +175,10 @@ class Row:
 
 
 def summarise(records: Sequence[Record], arm: str) -> Row | None:
-    """The table's line of an arm; None if it has no run."""
+    """Returns what is known of an arm; None if it has no run."""
     if not losses(records, arm):
         return None
     found = best(records, arm, allow_edge=True)
     runs = select(records, {"arm": arm, "learning_rate": found.learning_rate})
-    by_seed = {record["settings"]["seed"]: record for record in runs}
-    scores = [record["results"].get("alignment") for record in by_seed.values()]
-    scores = [score for score in scores if score is not None]
-    return Row(
-        arm,
-        found,
-        [valid_loss(by_seed[seed]) for seed in sorted(by_seed)],
-        statistics.mean(scores) if scores else None,
-    )
+    by_seed = {record["settings"]["seed"]: valid_loss(record) for record in runs}
+    return Row(found, [by_seed[seed] for seed in sorted(by_seed)])

@@ -1,0 +1,45 @@
+"""Sharing goes one way: paper -> llama, nanomoe -> kit, and nobody takes another's options."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MAY_IMPORT = {
+    "kit": set(),
+    "llama": {"kit"},
+    "nanomoe": {"kit"},
+    "benchmark": {"kit", "llama"},
+    "scaling": {"kit", "llama"},
+    "paper": {"kit", "llama", "nanomoe"},
+}
+
+
+def imported(file):
+    """The modules of the examples that a file imports, such as ``("llama", "config")``."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return {tuple(name.split(".")[1:3]) for name in names if name.startswith("examples.")}
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_sharing_goes_one_way(folder):
+    files = sorted((EXAMPLES / folder).rglob("*.py"))
+    assert files
+    for file in files:
+        others = {(where, what) for where, what in imported(file) if where != folder}
+        assert {where for where, _ in others} <= MAY_IMPORT[folder], file
+        # scaling/train_step.py measures the trainer that the same options would start.
+        if file != EXAMPLES / "scaling" / "train_step.py":
+            assert not {where for where, what in others if what == "options"} - {"kit"}, file
+
+
+def test_the_kit_names_no_program():
+    for file in (EXAMPLES / "kit").rglob("*.py"):
+        for program in MAY_IMPORT.keys() - {"kit"}:
+            assert f"examples.{program}" not in file.read_text(), file
