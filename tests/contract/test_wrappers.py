@@ -164,11 +164,11 @@ class TestMultiSteps:
         return updates, state
 
     def whole_batches(self, tx):
-        state = tx.init(PARAMS)
+        state, update = tx.init(PARAMS), jax.jit(tx.update)
         for half in (range(4), range(4, 8)):
             grads = [grads_at(seed) for seed in half]
             mean = jax.tree.map(lambda *g: sum(g) / 4, *grads)
-            updates, state = tx.update(mean, state, PARAMS, grad=mean)
+            updates, state = update(mean, state, PARAMS, grad=mean)
         return updates, state
 
     @pytest.mark.parametrize("transformation", [False, True])
@@ -256,11 +256,11 @@ class TestInjectHyperparams:
 class TestApplyIfFinite:
     def test_a_bad_gradient_is_skipped_whole(self, form):
         tx = optax.apply_if_finite(form.wrap(adam(), key=4), 5)
-        state = tx.init(PARAMS)
+        state, update = tx.init(PARAMS), jax.jit(tx.update)
         for seed in range(2):
-            _, state = tx.update(grads_at(seed), state, PARAMS, grad=grads_at(seed))
-        bad = jax.tree.map(lambda g: g.at[...].set(jnp.nan), grads_at(2))
-        updates, after = jax.jit(tx.update)(bad, state, PARAMS, grad=bad)
+            _, state = update(grads_at(seed), state, PARAMS, grad=grads_at(seed))
+        bad = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), grads_at(2))
+        updates, after = update(bad, state, PARAMS, grad=bad)
         chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, PARAMS))
         chex.assert_trees_all_equal(after.inner_state, state.inner_state)
         assert after.notfinite_count == 1
@@ -269,9 +269,9 @@ class TestApplyIfFinite:
         """A link after Magma sees zeros for dropped blocks, even where the base made NaN."""
         tx = optax.chain(skip_update(key=4), optax.apply_if_finite(optax.identity(), 0))
         bad = {"bad": jnp.full(3, jnp.nan), "good": jnp.ones(3)}
-        state, seen = tx.init(bad), set()
+        state, update, seen = tx.init(bad), jax.jit(tx.update), set()
         for _ in range(12):
-            updates, state = tx.update(bad, state)
+            updates, state = update(bad, state)
             dropped = not np.any(updates["bad"])
             seen.add(dropped)
             assert dropped == bool(state[1].last_finite)
@@ -371,11 +371,12 @@ class TestRearrangedUpdates:
         z = {"z": jnp.array([1 + 2j, 3 - 1j])}
         split, flat = optax.contrib.split_real_and_imaginary(link), optax.flatten(link)
         split_state, flat_state = split.init(z), flat.init(PARAMS)
+        update_split, update_flat = jax.jit(split.update), jax.jit(flat.update)
         parts, wholes = set(), set()
         for _ in range(16):
-            updates, split_state = split.update(z, split_state, z)
+            updates, split_state = update_split(z, split_state, z)
             parts.add(tuple(updates["z"].tolist()))
-            updates, flat_state = flat.update(PARAMS, flat_state, PARAMS)
+            updates, flat_state = update_flat(PARAMS, flat_state, PARAMS)
             factors = {
                 float(u.sum() / -p.sum())
                 for u, p in zip(*map(jax.tree.leaves, (updates, PARAMS)), strict=True)

@@ -43,8 +43,7 @@ def start(folder, corpus, hosts, devices, *more, die_at=0):
     argv += f" --out {folder}/run"
     address = f"127.0.0.1:{free_port()}"
     env = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0",  # compiles in two thirds of the time
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         # Only the first host writes the cache. With a hit it waits while the others compile, and
         # Gloo gives up after 30 s.
         "JAX_ENABLE_COMPILATION_CACHE": str(hosts == 1),
@@ -195,7 +194,7 @@ def test_a_wrong_address_is_one_line(tmp_path):
 def test_where_one_host_refuses_all_stop_with_its_sentence(corpus, tmp_path):
     address = f"127.0.0.1:{free_port()},2"
     env = os.environ | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",
         "JAX_ENABLE_COMPILATION_CACHE": "False",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     }

@@ -106,7 +106,7 @@ def test_a_run_outlives_its_terminal_and_odd_settings(corpus, tmp_path):
         "MPLBACKEND": "of_a_notebook",
         "JAX_TRANSFER_GUARD": "disallow",
         "OPENBLAS_NUM_THREADS": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
         "PYTHONWARNINGS": "error",
     }
     argv = options(corpus, tmp_path / "run", "--prompt", "ä\u2603", "--accumulate", "2")

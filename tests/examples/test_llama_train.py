@@ -379,7 +379,8 @@ def test_scores_are_in_layer_order():
 def start(argv, prefix=(), **env):
     """Starts the trainer with one device."""
     command = [*prefix, sys.executable, "-m", "examples.llama.train", *argv]
-    env = os.environ | {"XLA_FLAGS": "", "PYTHONWARNINGS": "error"} | env
+    one = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"}
+    env = os.environ | one | {"PYTHONWARNINGS": "error"} | env
     return subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def example(devices, source="-m examples.pmap_linen"):
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     return subprocess.run(
         [sys.executable, "-W", "error", *source.split(" ", 1)],
         cwd=ROOT,

@@ -29,6 +29,8 @@ LAYOUTS = {
     "columns": ({"a": (2, 3), "b": ()}, "column"),
     "elements": ({"a": (2,), "b": [(1,), ()]}, "element"),
 }
+# These run for longer than they compile.
+optimized = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -42,7 +44,7 @@ def update_at_steps(layout):
     """A compiled function of (p, updates, steps): the masked updates of each step, flattened."""
     blocks = LAYOUTS[layout][1]
 
-    @jax.jit
+    @optimized
     def run(p, updates, steps):
         tx = skip_update(p, blocks=blocks)
         state = tx.init(updates)
