@@ -388,7 +388,7 @@ def start(argv, prefix=(), **env):
 
 def finish(argv):
     process = start(argv)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     return out
 
@@ -397,13 +397,13 @@ def interrupt(argv, out, number, step):
     """Starts the trainer, sends a signal once `step` is on record, and waits for the end."""
     process = start(argv)
     path = out / metrics.FILE
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 1200
     while not (path.exists() and any(r["step"] >= step for r in metrics.read(out))):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(number)
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=1200)
     return process.returncode, printed
 
 
@@ -467,6 +467,6 @@ def test_a_failed_write_ends_the_run_with_one_line(corpus, tmp_path, kilobytes):
     }
     argv = options(corpus, tmp_path / "run", "--steps", "60")
     process = start(argv, prefix=limit, **env)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=1200)
     assert process.returncode == 2, err
     assert err.splitlines()[-1].startswith("error: [Errno 27] File too large")
