@@ -1,9 +1,13 @@
 """Sharing goes one way: paper -> llama, nanomoe -> kit, and nobody takes another's options."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
+
+from examples.kit.data.load import load
+from examples.llama import _MOVED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAY_IMPORT = {
@@ -43,3 +47,13 @@ def test_the_kit_names_no_program():
     for file in (EXAMPLES / "kit").rglob("*.py"):
         for program in MAY_IMPORT.keys() - {"kit"}:
             assert f"examples.{program}" not in file.read_text(), file
+
+
+@pytest.mark.parametrize("name", sorted(_MOVED))
+def test_what_the_llama_lent_is_still_found_there(name):
+    moved = importlib.import_module(_MOVED[name])
+    assert getattr(importlib.import_module("examples.llama"), name) is moved
+
+
+def test_the_texts_old_name_is_a_module_too():
+    assert importlib.import_module("examples.llama.data").load is load

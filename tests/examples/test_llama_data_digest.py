@@ -69,7 +69,7 @@ def test_only_the_data_moves_it(source, tmp_path):
 def test_it_does_not_depend_on_threads_or_cpu(tmp_path):
     write_tokens(tmp_path)
     code = (
-        "import sys\nfrom examples.llama import data\n"
+        "import sys\nfrom examples.kit.data import load as data\n"
         "print(data.load(sys.argv[1], seq_len=16, batch_size=4, "
         "process_index=0, process_count=1).digest)"
     )
