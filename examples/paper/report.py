@@ -119,7 +119,7 @@ def rate_table(found: Sequence[Record], names: Sequence[str]) -> str:
             for rate in rates
         ]
         rate = settled(grid)
-        edge = "" if {rate / RATIO, rate * RATIO} <= complete(grid).keys() else " **(edge)**"
+        edge = "" if {rate / RATIO, rate * RATIO} <= comparable(grid).keys() else " **(edge)**"
         line = [name, *cells, f"{rate:g}{edge}"]
         if accuracy:
             runs = select(found, {"arm": name, "learning_rate": rate})
@@ -164,9 +164,17 @@ def complete(grid: Mapping[float, list[float]]) -> dict[float, float]:
     return {rate: statistics.median(seen) for rate, seen in grid.items() if len(seen) == most}
 
 
-def settled(grid: Mapping[float, list[float]]) -> float:
-    """Returns the rate with the lowest median loss of those that were run from the most seeds."""
+def comparable(grid: Mapping[float, list[float]]) -> dict[float, float]:
+    """Returns the median loss at each rate from the most seeds; at all, if that is one rate."""
     medians = complete(grid)
+    if len(medians) == 1:  # the other seeds ran at the best rate alone
+        return {rate: statistics.median(seen) for rate, seen in grid.items()}
+    return medians
+
+
+def settled(grid: Mapping[float, list[float]]) -> float:
+    """Returns the rate with the lowest median loss of those that can be compared."""
+    medians = comparable(grid)
     return min(medians, key=medians.__getitem__)
 
 
@@ -269,7 +277,7 @@ def draw_accuracy(
             axes.plot(statistics.median(shares), place, "k|", markersize=18)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set(xlabel="test accuracy, %, at the rate of the lowest median loss")
+    axes.set(xlabel="test accuracy, %, at the lowest median loss")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
