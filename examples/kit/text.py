@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from examples.kit.data.load import Data, load
+from examples.kit.data.load import Data, load, vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +45,11 @@ class Text:
             process_index=share,
             process_count=shares,
         )
+
+    def vocabulary(self) -> int:
+        """Returns how many token ids there are, without reading the text.
+
+        Raises:
+            DataError: If there is no such data or tokenizer.
+        """
+        return vocabulary(self.path, self.tokenizer)

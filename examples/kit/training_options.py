@@ -15,7 +15,6 @@ from examples.kit.options import (
     default,
     local_path,
     number,
-    platform,
     probability,
     whole,
 )
@@ -54,15 +53,16 @@ def knowing(add_argument: Callable[..., Any]) -> Callable[..., Any]:
     return lambda name, **own: add_argument(name, **SHARED.get(name, {}) | own)
 
 
-def complete(args: argparse.Namespace, recipe: Any) -> None:
+def complete(args: argparse.Namespace, recipe: Any, kind: str) -> None:
     """Fills in what the preset, the base, the seed or the device decide.
 
     Args:
         args: The options; what was given stays.
         recipe: How the preset is trained, a dataclass with options as its fields.
+        kind: The kind of device, ``"cpu"``, ``"gpu"`` or ``"tpu"``.
 
     Raises:
-        SettingsError: If JAX finds no device, or the warm-up is longer than the training.
+        SettingsError: If the warm-up is longer than the training.
     """
     for name, value in dataclasses.asdict(recipe).items():
         default(args, name, value)
@@ -70,7 +70,7 @@ def complete(args: argparse.Namespace, recipe: Any) -> None:
     default(args, "survival_prob", 0.5)
     default(args, "temperature", 2.0)
     default(args, "mask_key", args.seed)
-    default(args, "dtype", "float32" if platform() == "cpu" else "bfloat16")
+    default(args, "dtype", "float32" if kind == "cpu" else "bfloat16")
     if args.warmup >= args.steps:
         raise SettingsError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
 

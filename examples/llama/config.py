@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a Llama-2 decoder and the way it is computed.
+    """Shape of a Llama decoder and the way it is computed.
 
     Attributes:
         vocab_size: Number of tokens V.
@@ -20,8 +20,9 @@ class LlamaConfig:
             separate ones.
         remat: Recompute each layer in the backward pass instead of keeping its activations.
         dtype: Dtype of the computation; parameters are always float32.
-        attention: ``"xla"``, exact everywhere, or ``"cudnn"``, flash attention for 16-bit dtypes
-            on NVIDIA GPUs.
+        attention: ``"xla"``, exact everywhere; ``"cudnn"``, flash attention for 16-bit dtypes on
+            NVIDIA GPUs; or ``"splash"``, flash attention on TPUs.
+        num_kv_heads: Heads K of keys and values, each for N / K heads of queries; 0 for N.
     """
 
     vocab_size: int
@@ -36,10 +37,21 @@ class LlamaConfig:
     remat: bool = False
     dtype: str = "float32"
     attention: str = "xla"
+    num_kv_heads: int = 0
+
+    @property
+    def head_size(self) -> int:
+        """Width H of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number K of heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
 
 
-# The paper's sizes (GaLore's Llama family), `nano`, which two CPU cores train in two minutes, and
-# `tiny`, which shows in seconds that all works.
+# The paper's sizes (GaLore's Llama family), two of Llama 3 for a pod, `nano`, which two CPU cores
+# train in two minutes, and `tiny`, which shows in seconds that all works.
 PRESETS = {
     "tiny": LlamaConfig(257, 32, 88, 2, 2),
     "nano": LlamaConfig(257, 128, 344, 4, 4),
@@ -47,6 +59,8 @@ PRESETS = {
     "130m": LlamaConfig(32_000, 768, 2048, 12, 12),
     "350m": LlamaConfig(32_000, 1024, 2736, 16, 24),
     "1b": LlamaConfig(32_000, 2048, 5461, 32, 24),
+    "8b": LlamaConfig(128_256, 4096, 14_336, 32, 32, 1e-5, 5e5, num_kv_heads=8),
+    "70b": LlamaConfig(128_256, 8192, 28_672, 64, 80, 1e-5, 5e5, num_kv_heads=8),
 }
 
 
@@ -58,11 +72,15 @@ class Recipe:
         batch_size: Sequences a step, over all devices.
         seq_len: Tokens a sequence.
         steps: Steps.
+        scan_layers: Stack the layers; separate ones take long to compile where there are many.
+        remat: Recompute layers; else the activations of a deep model don't fit into memory.
     """
 
     batch_size: int
     seq_len: int
     steps: int
+    scan_layers: bool = False
+    remat: bool = False
 
 
 RECIPES = {
@@ -72,4 +90,6 @@ RECIPES = {
     "130m": Recipe(512, 256, 20_000),
     "350m": Recipe(512, 256, 60_000),
     "1b": Recipe(512, 256, 100_000),
+    "8b": Recipe(1024, 2048, 100_000, scan_layers=True, remat=True),
+    "70b": Recipe(1024, 4096, 100_000, scan_layers=True, remat=True),
 }

@@ -1,6 +1,7 @@
-"""Llama-2 in Flax NNX.
+"""Llama in Flax NNX.
 
-Shapes: B sequences, T positions, D hidden, N heads, H = D / N, F MLP width, V tokens, L layers.
+Shapes: B sequences, T positions, D hidden, N heads of queries, K of keys and values, H = D / N the
+width of a head, F MLP width, V tokens, L layers.
 """
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from examples.llama.attention import attend
 from examples.llama.config import LlamaConfig
 from examples.llama.sharding import embed, gathered, spread
 
@@ -26,7 +28,7 @@ def linear(config: LlamaConfig, inputs: int, outputs: int, rngs: nnx.Rngs) -> nn
 
 def rope(config: LlamaConfig, length: int) -> tuple[Array, Array]:
     """Returns the cosines and sines of the rotary embedding, float32 (T, 1, H)."""
-    head = config.hidden_size // config.num_heads
+    head = config.head_size
     inverse_wavelength = config.rope_base ** (-jnp.arange(0, head, 2) / head)  # (H/2,)
     angle = jnp.arange(length)[:, None] * inverse_wavelength[None, :]  # (T, H/2)
     angle = jnp.concatenate([angle, angle], axis=-1)[:, None, :]  # (T, 1, H)
@@ -59,23 +61,23 @@ class Attention(nnx.Module):
     """Causal self-attention with rotary positions."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        """Draws four (D, D) matrices."""
+        """Draws two (D, D) matrices and two (D, K H) ones."""
         self.config = config
-        width = config.hidden_size
+        width, kv_width = config.hidden_size, config.kv_heads * config.head_size
         self.q_proj = linear(config, width, width, rngs)
-        self.k_proj = linear(config, width, width, rngs)
-        self.v_proj = linear(config, width, width, rngs)
+        self.k_proj = linear(config, width, kv_width, rngs)
+        self.v_proj = linear(config, width, kv_width, rngs)
         self.o_proj = linear(config, width, width, rngs)
 
     def __call__(self, x: Array, cos: Array, sin: Array) -> Array:
         """Mixes positions of `x` (B, T, D); `cos` and `sin` are `rope`'s."""
-        heads = (*x.shape[:2], self.config.num_heads, -1)
-        q = rotate(self.q_proj(x).reshape(heads), cos, sin)  # (B, T, N, H)
-        k = rotate(self.k_proj(x).reshape(heads), cos, sin)
-        v = self.v_proj(x).reshape(heads)
-        out = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, implementation=self.config.attention
-        )  # (B, T, N, H)
+
+        def heads(x: Array) -> Array:
+            return x.reshape(*x.shape[:2], -1, self.config.head_size)
+
+        q = rotate(heads(self.q_proj(x)), cos, sin)  # (B, T, N, H)
+        k = rotate(heads(self.k_proj(x)), cos, sin)  # (B, T, K, H)
+        out = attend(q, k, heads(self.v_proj(x)), self.config.attention)  # (B, T, N, H)
         return self.o_proj(out.reshape(x.shape))  # (B, T, D)
 
 
@@ -135,7 +137,7 @@ def separate(layers: Layer, count: int) -> nnx.List[Layer]:
 
 
 class Llama(nnx.Module):
-    """A Llama-2 language model with an untied head.
+    """A Llama language model with an untied head.
 
     Parameter paths are Hugging Face's: ``layers/0/self_attn/q_proj/kernel`` and so on; with
     `scan_layers`, ``layers/self_attn/q_proj/kernel`` with the layer axis first.

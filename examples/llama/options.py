@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 
 from examples.kit import training_options
+from examples.kit.aot import topology
 from examples.kit.optimizers import LEARNING_RATES
 from examples.kit.options import (
     Parser,
@@ -23,6 +24,7 @@ from examples.kit.options import (
     whole,
 )
 from examples.kit.training_options import knowing
+from examples.llama.attention import LANES, takes_length
 from examples.llama.config import PRESETS, RECIPES
 from examples.llama.sharding import AXES
 from examples.llama.train_config import Devices, Run, TrainConfig
@@ -44,6 +46,8 @@ class CommandLine:
         except SettingsError as error:
             self.refusal, self._args = error, host_options(argv)
         self.distributed: tuple[str, int, int] | tuple[()] | None = self._args.distributed
+        if self._args.aot is not None:  # the other hosts are not there
+            self.distributed = None
         self.host_timeout: int = self._args.host_timeout
 
     @property
@@ -90,10 +94,12 @@ def parser(program: str = "python -m examples.llama.train") -> Parser:
 
     add = knowing(parser.add_argument_group("model").add_argument)
     add("--preset", choices=PRESETS)
-    add("--scan-layers", action="store_true", help="stack the layers: compiles faster")
-    add("--remat", action="store_true", help="recompute layers in the backward pass")
+    either = argparse.BooleanOptionalAction
+    add("--scan-layers", action=either, help="stack the layers: compiles faster (8b, 70b)")
+    add("--remat", action=either, help="recompute layers in the backward pass (8b, 70b)")
     add("--dtype")
-    add("--attention", choices=["xla", "cudnn"], help="implementation (cudnn for bfloat16 on GPUs)")
+    add("--attention", choices=["xla", "cudnn", "splash"],
+        help="implementation (cudnn for bfloat16 on GPUs, splash on TPUs)")  # fmt: skip
 
     add = knowing(parser.add_argument_group("data").add_argument)
     add("--data")
@@ -130,6 +136,11 @@ def parser(program: str = "python -m examples.llama.train") -> Parser:
     add("--mesh", type=mesh, default={}, help="data=2,fsdp=2,tensor=1 (all devices on data)")
     add("--mesh-axes", choices=["auto", "explicit"], default="auto", help="type (%(default)s)")
     add("--accumulate", default=1, help="micro-batches a batch (%(default)s)")
+    add(
+        "--aot",
+        metavar="TOPOLOGY",
+        help="train nothing: compile for a TPU slice such as v5p:4x4x4, and print what it needs",
+    )
     add_host_options(add)
     return parser
 
@@ -151,10 +162,11 @@ def host_options(argv: Sequence[str]) -> argparse.Namespace:
     """Parses these options alone, whatever the others are; without `--distributed` if it can't."""
     parser = Parser(add_help=False)
     add_host_options(parser.add_argument)
+    parser.set_defaults(aot=None)
     try:
         return parser.parse_known_args(argv)[0]
     except SettingsError:
-        return argparse.Namespace(distributed=None, host_timeout=None)
+        return argparse.Namespace(distributed=None, host_timeout=None, aot=None)
 
 
 def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -186,11 +198,12 @@ def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) ->
     default(args, "steps", recipe.steps)
     default(args, "warmup", args.steps // 10)
     default(args, "weight_decay", 0.1 if args.optimizer == "adamw" else 0.0)
-    training_options.complete(args, recipe)
-    flash = platform() == "gpu" and args.dtype == "bfloat16"
-    default(args, "attention", "cudnn" if flash else "xla")
+    count = len(topology.devices(args.aot)) if args.aot else jax.device_count()
+    kind = "tpu" if args.aot else platform()
+    training_options.complete(args, recipe, kind)
+    default(args, "attention", attention(kind, args.dtype, args.seq_len))
 
-    args.mesh = whole_mesh(args.mesh, jax.device_count())
+    args.mesh = whole_mesh(args.mesh, count)
     rows = args.mesh["data"] * args.mesh["fsdp"]
     if args.batch_size % rows:
         raise SettingsError(
@@ -202,9 +215,22 @@ def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) ->
             f"--accumulate {args.accumulate} does not cut --batch-size {args.batch_size} "
             f"into multiples of {rows} rows (data times fsdp)"
         )
-    if args.attention == "cudnn" and (platform(), args.dtype) != ("gpu", "bfloat16"):
+    if args.attention == "cudnn" and (kind, args.dtype) != ("gpu", "bfloat16"):
         raise SettingsError("--attention cudnn needs a GPU and --dtype bfloat16")
+    if args.attention == "splash" and not (kind == "tpu" and takes_length(args.seq_len)):
+        raise SettingsError(
+            f"--attention splash needs a TPU and a --seq-len that is a multiple of {LANES}"
+        )
     return configuration(args)
+
+
+def attention(kind: str, dtype: str, seq_len: int) -> str:
+    """Returns the implementation of attention that suits a kind of device."""
+    if kind == "gpu" and dtype == "bfloat16":
+        return "cudnn"
+    if kind == "tpu" and takes_length(seq_len):
+        return "splash"
+    return "xla"
 
 
 def configuration(args: argparse.Namespace) -> TrainConfig:
@@ -223,7 +249,7 @@ def configuration(args: argparse.Namespace) -> TrainConfig:
         text=training_options.text(args, packing=args.packing),
         optimizer=training_options.optimizer(args, masking(args)),
         run=run,
-        devices=Devices(args.mesh, args.mesh_axes == "explicit", args.accumulate),
+        devices=Devices(args.mesh, args.mesh_axes == "explicit", args.accumulate, args.aot),
         options=MappingProxyType(jsonable(args)),
     )
 

@@ -7,7 +7,7 @@ width and the vocabulary. The same rules serve any mesh: an axis of size 1 does 
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import Array
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from examples.kit.paths import path_string
@@ -29,15 +30,21 @@ ROWS = ("data", "fsdp")  # the mesh axes over which the rows of a batch are spre
 DIMENSIONS = {
     "embed_tokens/embedding": ("vocabulary", "hidden"),
     "q_proj/kernel": ("hidden", "heads"),
-    "k_proj/kernel": ("hidden", "heads"),
-    "v_proj/kernel": ("hidden", "heads"),
+    "k_proj/kernel": ("hidden", "kv_heads"),
+    "v_proj/kernel": ("hidden", "kv_heads"),
     "o_proj/kernel": ("heads", "hidden"),
     "gate_proj/kernel": ("hidden", "width"),
     "up_proj/kernel": ("hidden", "width"),
     "down_proj/kernel": ("width", "hidden"),
     "lm_head/kernel": ("hidden", "vocabulary"),
 }
-MESH_AXIS = {"hidden": "fsdp", "heads": "tensor", "width": "tensor", "vocabulary": "tensor"}
+MESH_AXIS = {
+    "hidden": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "width": "tensor",
+    "vocabulary": "tensor",
+}
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -63,17 +70,39 @@ class Layout:
     opt_state: optax.OptState
 
 
-def make_mesh(sizes: Mapping[str, int], explicit: bool = False) -> Mesh:
+def make_mesh(
+    sizes: Mapping[str, int],
+    explicit: bool = False,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
     """Returns a mesh of all devices.
 
     Args:
         sizes: The size of every axis in `AXES`; their product is the number of devices.
         explicit: Make `data` and `fsdp` Explicit axes, so that JAX checks every sharding while
             tracing. `tensor` stays Auto.
+        devices: Those of a topology, to compile for; by default the ones that are there. Where
+            they form several TPU slices, only `data` runs between slices.
+
+    Raises:
+        ValueError: If the size of `data` isn't a multiple of the number of slices.
     """
     kind = AxisType.Explicit if explicit else AxisType.Auto
+    types = (kind, kind, AxisType.Auto)
     shape = tuple(sizes[name] for name in AXES)
-    return jax.make_mesh(shape, AXES, axis_types=(kind, kind, AxisType.Auto))
+    devices = jax.devices() if devices is None else devices
+    # GPUs have such a number too, another for each host.
+    slices = len({getattr(d, "slice_index", None) for d in devices if d.platform == "tpu"})
+    if slices <= 1:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    if sizes["data"] % slices:
+        raise ValueError(
+            f"data={sizes['data']} is not a multiple of the {slices} slices; between slices the "
+            "network is slow, so only data may run there"
+        )
+    within = (sizes["data"] // slices, *shape[1:])
+    grid = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), devices)
+    return Mesh(grid, AXES, axis_types=types)
 
 
 def describe(mesh: Mesh) -> str:
@@ -128,7 +157,7 @@ def parameter_spec(
     axes: list[str | None] = [None] * (len(shape) - len(dimensions))
     for name, size in zip(dimensions, shape[len(axes) :], strict=True):
         axis = MESH_AXIS[name]
-        parts = config.num_heads if name == "heads" else size
+        parts = {"heads": config.num_heads, "kv_heads": config.kv_heads}.get(name, size)
         axes.append(axis if parts % mesh.shape[axis] == 0 else None)
     return PartitionSpec(*axes) if dimensions else PartitionSpec()
 

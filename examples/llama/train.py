@@ -38,7 +38,7 @@ from examples.kit.meter import Meter
 from examples.kit.options import SettingsError
 from examples.kit.plot import draw
 from examples.kit.progress import open_bar, show
-from examples.llama import sharding
+from examples.llama import aot, sharding
 from examples.llama.options import CommandLine
 from examples.llama.sample import continuations
 from examples.llama.step import abstract_model, abstract_state, decays, layer_blocks, make_functions
@@ -237,7 +237,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     try:
         with hosts.one_for_all():
-            return train(agreed(line), argv)
+            config = agreed(line)
+            if config.devices.topology is None:
+                return train(config, argv)
+        aot.report(config)
+        return 0
     except (
         SettingsError,
         DataError,

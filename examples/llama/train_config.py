@@ -20,6 +20,7 @@ FREE_SETTINGS = {
     "mesh",
     "mesh_axes",
     "accumulate",
+    "aot",
     "distributed",
     "host_timeout",
     "checkpoint_every",
@@ -64,11 +65,13 @@ class Devices:
         mesh: The size of every axis of the mesh, by name.
         explicit: Whether its axes are Explicit ones.
         accumulate: Micro-batches that a batch is computed in.
+        topology: The TPU slice to compile for, without training; None to train.
     """
 
     mesh: Mapping[str, int]
     explicit: bool
     accumulate: int
+    topology: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

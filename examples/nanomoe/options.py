@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from examples.kit import training_options
-from examples.kit.options import Parser, SettingsError, default, jsonable, need
+from examples.kit.options import Parser, SettingsError, default, jsonable, need, platform
 from examples.kit.training_options import knowing
 from examples.nanomoe.config import PRESETS, RECIPES
 from examples.nanomoe.train_config import TrainConfig
@@ -63,7 +63,7 @@ def resolve(args: argparse.Namespace) -> TrainConfig:
         raise SettingsError("--experts-as-blocks needs --magma, and does nothing without; add it")
     need(args, args.magma, "--magma", "survival_prob", "temperature", "mask_key")
     default(args, "weight_decay", 0.0 if args.optimizer == "adam" else 0.1)
-    training_options.complete(args, RECIPES[args.preset])
+    training_options.complete(args, RECIPES[args.preset], platform())
 
     model = dataclasses.replace(PRESETS[args.preset], dtype=args.dtype)
     if args.seq_len > model.length:

@@ -8,7 +8,7 @@ import optax
 import pytest
 from sharded import P, abstract, make_mesh, shardings, state_specs, updater
 
-from examples.scaling.hlo import Collective, collectives, counts
+from examples.kit.aot.hlo import Collective, collectives, counts
 from examples.scaling.step import lower_update
 from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
 
@@ -101,16 +101,3 @@ def test_one_sum_in_shard_map(check_vma):
     (one,), (other,) = lower(1), lower(6)
     assert one == Collective("all-reduce", 3 * 4 * 4, 4)
     assert other == Collective("all-reduce", 3 * 4 * 4 * 6, 4)
-
-
-def test_collectives_are_counted_with_their_bytes():
-    text = """
-      %a = (f32[], f32[12]{0}, /*index=2*/bf16[2,3]{1,0}) all-reduce(%x, %y, %z), channel_id=1
-      ROOT %b = f32[8,4]{1,0} all-gather-start(%x), dimensions={0}
-      %c = f32[8] add(%all-reduce.1, %q)
-    """
-    assert collectives(text) == [
-        Collective("all-reduce", 4 + 48 + 12, 48),
-        Collective("all-gather", 128, 128),
-    ]
-    assert counts(collectives(text)) == {"all-reduce": 1, "all-gather": 1}

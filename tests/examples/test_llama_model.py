@@ -51,11 +51,13 @@ def reference(params, tokens, config):
         q, k, v = (x @ p[name]["kernel"] for name in ("q_proj", "k_proj", "v_proj"))
         out = np.zeros_like(x)
         for head in range(config.num_heads):
-            part = slice(head * width, (head + 1) * width)
+            mine = slice(head * width, (head + 1) * width)
+            shared = head // (config.num_heads // (config.num_kv_heads or config.num_heads))
+            kv = slice(shared * width, (shared + 1) * width)
             for t in range(len(x)):
-                scores = np.array([turn(q[t, part], t) @ turn(k[s, part], s) for s in range(t + 1)])
+                scores = np.array([turn(q[t, mine], t) @ turn(k[s, kv], s) for s in range(t + 1)])
                 weights = np.exp(scores / np.sqrt(width))
-                out[t, part] = weights / weights.sum() @ v[: t + 1, part]
+                out[t, mine] = weights / weights.sum() @ v[: t + 1, kv]
         return out @ p["o_proj"]["kernel"]
 
     def mlp(x, p):
@@ -76,9 +78,12 @@ def reference(params, tokens, config):
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize(
     ("preset", "count"),
-    [("60m", 58_073_600), ("130m", 134_105_856), ("350m", 367_969_280), ("1b", 1_339_082_752)],
+    [
+        *[("60m", 58_073_600), ("130m", 134_105_856), ("350m", 367_969_280), ("1b", 1_339_082_752)],
+        *[("8b", 8_030_261_248), ("70b", 70_553_706_496)],
+    ],
 )
-def test_presets_have_the_papers_parameter_counts(preset, count, scan_layers):
+def test_presets_have_the_parameter_counts_of_the_paper_and_of_llama_3(preset, count, scan_layers):
     config = dataclasses.replace(PRESETS[preset], scan_layers=scan_layers)
     model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
     assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == count
@@ -121,10 +126,12 @@ def test_initial_matrices_are_normal_and_norms_one(scan_layers):
         assert not np.array_equal(kernel[0], kernel[1])
 
 
-def test_agrees_with_a_float64_reference():
-    graphdef, params = make(CONFIG)
+@pytest.mark.parametrize("num_kv_heads", [0, 1, 2])
+def test_agrees_with_a_float64_reference(num_kv_heads):
+    config = dataclasses.replace(CONFIG, num_kv_heads=num_kv_heads)
+    graphdef, params = make(config)
     params = jax.tree.map(lambda x: x * (5.0 if x.ndim > 1 else 1.0), params)  # uneven attention
-    expected = reference(params, TOKENS, CONFIG)
+    expected = reference(params, TOKENS, config)
     np.testing.assert_allclose(logits(graphdef, params), expected, rtol=1e-4, atol=1e-5)
 
 

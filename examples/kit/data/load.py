@@ -31,7 +31,7 @@ from examples.kit.data.stream import Stream, open_stream, stream_dataset
 from examples.kit.data.text import hold_out, read_files, read_standard_library
 from examples.kit.data.tokens import find_tokenizer, is_token_file, is_token_folder, read_tokens
 
-__all__ = ["Data", "DataError", "load"]
+__all__ = ["Data", "DataError", "load", "vocabulary"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,32 +137,54 @@ def load(
     seed %= 1 << 31
     batching = Batching(seq_len, batch_size, packing, seed, process_index, process_count)
 
+    codec = _codec(path, tokenizer)
     if path is None:
-        name, texts = read_standard_library()
-        return _from_texts(name, texts, _codec(tokenizer), batching)
+        return _from_texts(*read_standard_library(), codec, batching)
     if path.startswith(PREFIX):
-        return _from_stream(hub_stream(path, batching), _codec(tokenizer), batching)
-
+        return _from_stream(hub_stream(path, batching), codec, batching)
     place = Path(path)
-    is_folder = stat.S_ISDIR(read_status(place).st_mode)
-    if is_token_file(place) or (is_folder and is_token_folder(place)):
-        folder = place if is_folder else place.parent
-        codec = tokenizer_codec(find_tokenizer(folder) if tokenizer is None else Path(tokenizer))
+    if _has_tokens(place):
         return _from_tokens(f"{path}: token files", *read_tokens(place, codec), codec, batching)
-    if not is_folder:
-        require_file(place)
-    codec = _codec(tokenizer, place if is_folder else place.parent)
     if find_shards(place):
         return _from_stream(shard_stream(place, batching), codec, batching)
     return _from_texts(*read_files(place), codec, batching)
 
 
-def _codec(tokenizer: str | None, folder: Path | None = None) -> Codec:
+def vocabulary(path: str | None, tokenizer: str | None) -> int:
+    """Returns `Data.vocab_size` of what `load` would read, without reading it.
+
+    Args:
+        path: As for `load`.
+        tokenizer: As for `load`.
+
+    Raises:
+        DataError: If there is no such data or tokenizer.
+    """
+    return _codec(path, tokenizer).vocab_size
+
+
+def _codec(path: str | None, tokenizer: str | None) -> Codec:
+    if path is None or path.startswith(PREFIX):
+        return byte_codec() if tokenizer is None else tokenizer_codec(Path(tokenizer))
+    place = Path(path)
+    folder = place if _is_folder(place) else place.parent
+    if not (_is_folder(place) or _has_tokens(place)):
+        require_file(place)
     if tokenizer is not None:
         return tokenizer_codec(Path(tokenizer))
-    if folder is not None and is_there(folder / "tokenizer.json"):
+    if _has_tokens(place):
+        return tokenizer_codec(find_tokenizer(folder))
+    if is_there(folder / "tokenizer.json"):
         return tokenizer_codec(folder / "tokenizer.json")
     return byte_codec()
+
+
+def _is_folder(place: Path) -> bool:
+    return stat.S_ISDIR(read_status(place).st_mode)
+
+
+def _has_tokens(place: Path) -> bool:
+    return is_token_file(place) or (_is_folder(place) and is_token_folder(place))
 
 
 def _from_texts(name: str, texts: dict[str, list[str]], codec: Codec, batching: Batching) -> Data:

@@ -1,0 +1,76 @@
+"""Compiles the Llama trainer's step for a TPU slice, and prints what Magma and SkipUpdate add.
+
+    python -m examples.scaling.tpu_step --aot v5e:8x8 --preset 1b --mesh fsdp=64 --scan-layers
+
+Takes the trainer's options; each row of the table is its whole step, from tokens to new
+parameters, with another masking. Nothing is run and no TPU is needed, only the package `libtpu`.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from examples.kit import optimizers
+from examples.kit.aot import topology
+from examples.kit.aot.program import Program
+from examples.kit.options import SettingsError
+from examples.llama.aot import programs, with_vocabulary
+from examples.llama.options import parser, resolve
+from examples.llama.step import decays, layer_blocks
+from examples.llama.train_config import TrainConfig
+
+HEADER = (
+    "| step | memory a device | added | collectives | added | bytes sent a device | FLOP "
+    "| bytes accessed | CPU time to compile |"
+)
+
+
+def row(name: str, program: Program, base: Program) -> str:
+    """One line of the table; columns without a unit are relative to `base`, the bare base's."""
+    sent, sent_by_base = (sum(op.bytes * op.times for op in p.collectives) for p in (program, base))
+    cells = [
+        name,
+        f"{program.memory / 2**30:.3f} GiB",
+        f"{program.memory - base.memory:,} B",
+        str(len(program.collectives)),
+        str(len(program.collectives) - len(base.collectives)),
+        f"{sent / 1e9:.3f} GB, {sent - sent_by_base:+,} B",
+        f"{program.flops / base.flops:.4f}",
+        f"{program.bytes_accessed / base.bytes_accessed:.4f}",
+        f"{program.seconds:.0f} s, {program.seconds / base.seconds:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def compare(config: TrainConfig) -> None:
+    """Compile the step with each masking and print the table.
+
+    Raises:
+      SettingsError: without a topology, or for one that the mesh doesn't suit.
+    """
+    if config.devices.topology is None:
+        raise SettingsError("name the slice with --aot, such as --aot v5p:4x4x4")
+    model = with_vocabulary(config)
+    print(topology.describe(config.devices.topology))
+    print(f"\n{HEADER}\n|{' --- |' * (HEADER.count('|') - 1)}")
+    base = None
+    for masking, name in (("none", "base"), ("skip", "SkipUpdate"), ("magma", "Magma")):
+        chosen = dataclasses.replace(config.optimizer, masking=masking)
+        tx, _ = optimizers.make(chosen, layer_blocks(model.scan_layers), decays)
+        program = programs(config, model, tx)["train step"]()
+        base = base or program
+        print(row(name, program, base), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    try:
+        compare(resolve(parser("python -m examples.scaling.tpu_step").parse(argv)))
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
