@@ -54,12 +54,9 @@ def step(form, layers, scanned, kind, axes):
 @pytest.mark.parametrize(
     ("form", "scanned", "kind", "axes"),
     [
-        ("with_magma", False, "Auto", "fsdp"),
         ("with_magma", False, "Explicit", "fsdp x tensor"),
         ("with_magma", True, "Auto", "fsdp x tensor"),
-        ("with_magma", True, "Explicit", "fsdp x tensor"),
         ("magma(grad)", True, "Explicit", "fsdp"),
-        ("magma(grad)", False, "Auto", "fsdp x tensor"),
     ],
 )
 def test_few_all_reduces_at_any_depth_and_no_gather(form, scanned, kind, axes):

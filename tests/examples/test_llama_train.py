@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from trainers import refusal, write_corpus
 
-from examples.kit import checkpoint, metrics, training_options
+from examples.kit import checkpoint, metrics, optimizers, training_options
 from examples.kit.folder import fresh_folder
 from examples.kit.loss import cross_entropy
 from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig, assemble, direction, schedule
@@ -28,7 +28,7 @@ from examples.llama import options as llama_options
 from examples.llama import train
 from examples.llama.config import LlamaConfig
 from examples.llama.model import Llama
-from examples.llama.step import decays, layer_blocks
+from examples.llama.step import abstract_model, decays, layer_blocks
 from magma_optax import attention_and_mlp
 
 ROOT = Path(__file__).parents[2]
@@ -307,11 +307,16 @@ def test_the_optimizer_its_rate_and_what_is_masked_are_told(capsys, corpus, tmp_
         "": "adam, peak learning rate 0.001: 0 steps of linear warm-up, then a cosine to a tenth "
         "at step 1\nmasked: nothing\n",
     }
-    for number, (masking, expected) in enumerate(told.items()):
-        argv = ["--preset", "tiny", "--batch-size", "8", "--seq-len", "16", "--steps", "1"]
-        argv += [*masking.split(), "--data", str(corpus), "--out", str(tmp_path / str(number))]
-        assert train.main(argv) == 0
-        assert expected in capsys.readouterr().out
+    options = ["--preset", "tiny", "--batch-size", "8", "--seq-len", "16", "--steps", "1"]
+    for masking, expected in told.items():
+        config = llama_options.CommandLine([*options, *masking.split()]).resolve({})
+        model = config.model
+        shapes = abstract_model(model, 0)[1]
+        blocks = layer_blocks(model.scan_layers)
+        assert optimizers.describe(config.optimizer, blocks, shapes) + "\n" == expected
+    argv = [*options, "--magma", "--data", str(corpus), "--out", str(tmp_path / "run")]
+    assert train.main(argv) == 0
+    assert told["--magma"] in capsys.readouterr().out
 
 
 def test_a_folder_with_a_run_is_not_written_over(capsys, finished, corpus):
@@ -417,7 +422,7 @@ def final_state(out, step):
     return by_path((restored["params"], restored["opt_state"])), json.loads(place.read_text())
 
 
-LONG = ("--steps", "300", "--eval-every", "300", "--checkpoint-every", "40")
+LONG = ("--steps", "200", "--eval-every", "200", "--checkpoint-every", "40")
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +435,7 @@ def uninterrupted(corpus, tmp_path_factory):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_run_ends_as_if_it_had_not_been(uninterrupted, corpus, tmp_path, number):
     out = tmp_path / "run"
-    status, printed = interrupt(options(corpus, out, *LONG), out, number, step=90)
+    status, printed = interrupt(options(corpus, out, *LONG), out, number, step=70)
     if number == signal.SIGTERM:
         assert status == 143
         [line] = [line for line in printed.splitlines() if line.startswith("SIGTERM")]
@@ -442,10 +447,10 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(uninterrupted, corpus, tmp_pat
         again = options(corpus, out, *LONG, "--resume")
     started = finish(again).splitlines()[2]
     first = int(started.split("from step ")[1].split()[0])
-    assert 40 <= first < 300
+    assert 40 <= first < 200
 
-    expected, expected_place = final_state(uninterrupted, 300)
-    actual, place = final_state(out, 300)
+    expected, expected_place = final_state(uninterrupted, 200)
+    actual, place = final_state(out, 200)
     assert place == expected_place
     assert actual.keys() == expected.keys()
     for path in expected:

@@ -3,11 +3,13 @@
 import json
 import math
 
-from examples.scaling.train_step import main
+from examples.scaling import train_step
 
 
-def test_prints_one_record(capsys):
-    main(["--preset", "tiny", "--mesh", "data=4,fsdp=2", "--magma", "--steps", "4"])
+def test_prints_one_record(capsys, monkeypatch):
+    monkeypatch.setattr(train_step, "ROUNDS", 2)
+    monkeypatch.setattr(train_step, "STEPS", 2)
+    train_step.main(["--preset", "tiny", "--mesh", "data=4,fsdp=2", "--magma", "--steps", "4"])
     record = json.loads(capsys.readouterr().out)
     assert record["mesh"] == {"data": 4, "fsdp": 2}
     assert (record["optimizer"], record["masking"]) == ("adam", "magma")

@@ -545,7 +545,7 @@ def epsilon(leaf: Any) -> float:
     return float(jnp.finfo(leaf.dtype).eps)
 
 
-@few(max_examples=20)
+@few(max_examples=12)
 @given(trees(leaf_specs), layouts, hyperparameters, st.integers(0, 2**32 - 1), seeds)
 def test_any_tree_agrees_with_the_reference(specs, blocks, hyper, key, seed):
     grads, delta = two_steps(specs, seed), two_steps(specs, seed + 1)
@@ -592,7 +592,7 @@ def update_twice(tx: Any, grads: Any, delta: Any) -> tuple[Any, Any]:
     return jax.lax.scan(step, tx.init(first(grads)), (grads, delta))[1]
 
 
-@few(max_examples=12)
+@few(max_examples=8)
 @given(trees(float32_specs), layouts, st.integers(-45, 45), seeds)
 def test_scores_do_not_depend_on_the_scale_of_gradients(specs, blocks, exponent, seed):
     """Bit for bit, for powers of two that neither overflow nor underflow when squared."""
@@ -601,7 +601,7 @@ def test_scores_do_not_depend_on_the_scale_of_gradients(specs, blocks, exponent,
     assert_equal(run(jax.tree.map(lambda leaf: leaf * 2.0**exponent, grads)), run(grads))
 
 
-@few(max_examples=8)
+@few(max_examples=5)
 @given(st.lists(float32_specs, min_size=2, max_size=4), st.randoms(), layouts, seeds)
 def test_order_and_containers_do_not_matter_where_paths_are_equal(specs, random, blocks, seed):
     leaves = fill(specs, seed)
@@ -620,7 +620,7 @@ def test_order_and_containers_do_not_matter_where_paths_are_equal(specs, random,
         assert_equal([by_path(tree) for tree in step(tree)], expected)
 
 
-@few(max_examples=6)
+@few(max_examples=4)
 @given(trees(leaf_specs), layouts, st.booleans(), seeds)
 def test_certain_survival_without_damping_is_the_base_bit_for_bit(specs, blocks, rescale, seed):
     """Run op by op: a compiler is free to round a fused product and sum in another way."""

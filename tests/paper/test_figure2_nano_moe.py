@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arm_steps import assert_steps
 from flax import nnx
 from paper_records import write_words
 
@@ -123,7 +124,12 @@ def test_experts_have_coins_of_their_own(params):
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_every_arm_learns(trainer, name):
+def test_every_arm_takes_a_step(trainer, name):
+    assert_steps(ARMS[name], trainer)
+
+
+@pytest.mark.parametrize("name", ["adam", "adam+magma", "muon+constant*mask"])
+def test_arms_learn(trainer, name):
     results = trainer.run(name, ARMS[name], learning_rate=1e-2, seed=0)
     losses = [loss for _, loss in results["curve"]]
     assert losses[-1] < losses[0] - 0.2
