@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from examples.kit import optimizers
 from examples.kit.aot import topology
-from examples.kit.aot.program import Program
+from examples.kit.aot.program import Program, added, by_kind
 from examples.kit.options import SettingsError
 from examples.llama.aot import programs, with_vocabulary
 from examples.llama.options import parser, resolve
@@ -20,24 +20,25 @@ from examples.llama.step import decays, layer_blocks
 from examples.llama.train_config import TrainConfig
 
 HEADER = (
-    "| step | memory a device | added | collectives | added | bytes sent a device | FLOP "
-    "| bytes accessed | CPU time to compile |"
+    "| step | memory a device | added | collectives in a run | added | sent a device | added "
+    "| FLOP | bytes accessed | CPU time to compile | to the base's |"
 )
 
 
 def row(name: str, program: Program, base: Program) -> str:
-    """One line of the table; columns without a unit are relative to `base`, the bare base's."""
-    sent, sent_by_base = (sum(op.bytes * op.times for op in p.collectives) for p in (program, base))
+    """One line of the table; FLOP and bytes accessed are relative to `base`, the bare base's."""
     cells = [
         name,
         f"{program.memory / 2**30:.3f} GiB",
         f"{program.memory - base.memory:,} B",
-        str(len(program.collectives)),
-        str(len(program.collectives) - len(base.collectives)),
-        f"{sent / 1e9:.3f} GB, {sent - sent_by_base:+,} B",
+        by_kind(program.runs),
+        added(program, base),
+        f"{program.sent / 1e9:.3f} GB",
+        f"{program.sent - base.sent:,} B",
         f"{program.flops / base.flops:.4f}",
         f"{program.bytes_accessed / base.bytes_accessed:.4f}",
-        f"{program.seconds:.0f} s, {program.seconds / base.seconds:.2f}",
+        f"{program.seconds:.0f} s",
+        f"{program.seconds / base.seconds:.2f}",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -20,8 +20,7 @@ from jax.sharding import AxisType
 
 from examples.kit import optimizers
 from examples.kit.aot import topology
-from examples.kit.aot.hlo import counts
-from examples.kit.aot.program import Program, compiled
+from examples.kit.aot.program import Program, by_kind, compiled
 from examples.kit.aot.traffic import hbm_bytes
 from examples.kit.options import Parser, SettingsError, whole
 from examples.scaling.models import EXPERTS, NAMES, axes, make
@@ -30,7 +29,8 @@ from magma_optax import attention_and_mlp, describe_masking, magma, skip_update,
 
 HEADER = (
     "| update | HBM traffic a device | to the base's | memory a device | added "
-    "| collectives | their bytes | largest | CPU time to compile | to the base's |"
+    "| collectives | sent a device | largest array | FLOP to the base's | CPU time to compile "
+    "| to the base's |"
 )
 
 
@@ -62,17 +62,17 @@ def updates(args: argparse.Namespace) -> dict[str, optax.GradientTransformation]
 
 def row(name: str, program: Program, base: Program) -> str:
     """One line of the table, `base` being the bare base's program."""
-    moved, ops = hbm_bytes(program.text), program.collectives
-    kinds = counts(list(ops))
+    moved = hbm_bytes(program.text)
     cells = [
         name,
         f"{moved / 1e9:.3f} GB",
         f"{moved / hbm_bytes(base.text):.3f}",
         f"{program.memory / 2**30:.3f} GiB",
         f"{program.memory - base.memory:,} B",
-        ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none",
-        f"{sum(op.bytes for op in ops):,}",
-        f"{max((op.largest for op in ops), default=0):,}",
+        by_kind(program.runs),
+        f"{program.sent:,} B",
+        f"{max((op.largest for op in program.collectives), default=0):,} B",
+        f"{program.flops / base.flops:.2f}",
         f"{program.seconds:.1f} s",
         f"{program.seconds / base.seconds:.2f}",
     ]

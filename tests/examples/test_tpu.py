@@ -229,12 +229,12 @@ def test_the_trainer_says_what_its_run_would_need(capsys, tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_magma_adds_one_all_reduce_to_the_trainers_step(capsys):
+def test_magma_adds_at_most_one_all_reduce_to_the_trainers_step(capsys):
     assert tpu_step.main([*TINY, "--mesh-axes", "explicit", "--aot", SLICE]) == 0
     rows = {name: cells for name, *cells in table(capsys.readouterr().out)}
-    added = {name: int(cells[3]) for name, cells in rows.items()}
-    assert added == {"base": 0, "SkipUpdate": 0, "Magma": added["Magma"]}
-    assert added["Magma"] <= 1  # none where it is merged with the gradients'
+    added = {name: cells[3] for name, cells in rows.items()}
+    assert added["base"] == added["SkipUpdate"] == "none"
+    assert added["Magma"] in ("1 all-reduce", "none")  # none where merged with the gradients'
 
 
 def test_the_table_of_updates(capsys):

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -42,6 +42,19 @@ class Program:
     bytes_accessed: float
     collectives: tuple[Collective, ...]
     reused: int
+
+    @property
+    def runs(self) -> dict[str, int]:
+        """How many collectives of each kind one run of the program makes."""
+        runs: dict[str, int] = {}
+        for op in self.collectives:
+            runs[op.kind] = runs.get(op.kind, 0) + op.times
+        return runs
+
+    @property
+    def sent(self) -> int:
+        """Bytes of the results of all these collectives on one device."""
+        return sum(op.bytes * op.times for op in self.collectives)
 
 
 def compiled(lower: Callable[[], jax.stages.Lowered]) -> Program:
@@ -81,19 +94,27 @@ def compiled(lower: Callable[[], jax.stages.Lowered]) -> Program:
 
 def row(name: str, program: Program) -> str:
     """Return a program's line of the table under `HEADER`."""
-    ops = program.collectives
-    runs: dict[str, int] = {}
-    for op in ops:
-        runs[op.kind] = runs.get(op.kind, 0) + op.times
     cells = [
         name,
         f"{program.memory / 2**30:.3f} GiB",
         f"{program.arguments / 2**30:.3f} GiB",
-        ", ".join(f"{count} {kind}" for kind, count in sorted(runs.items())) or "none",
-        f"{sum(op.bytes * op.times for op in ops):,} B",
+        by_kind(program.runs),
+        f"{program.sent:,} B",
         f"{program.seconds:.0f} s",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def by_kind(counts: Mapping[str, int]) -> str:
+    """Say how many collectives of each kind, such as "2 all-gather, 1 all-reduce"."""
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
+
+
+def added(program: Program, base: Program) -> str:
+    """Say which collectives a run of `program` has beyond those of `base`, or has less."""
+    kinds = program.runs.keys() | base.runs.keys()
+    more = {kind: program.runs.get(kind, 0) - base.runs.get(kind, 0) for kind in kinds}
+    return by_kind({kind: count for kind, count in more.items() if count})
 
 
 @contextlib.contextmanager
