@@ -5,6 +5,7 @@ Joo et al., "On Surprising Effectiveness of Masking Updates in Adaptive Optimize
 
 from magma_optax._blocks.cutting import stacked
 from magma_optax._blocks.predicates import attention, attention_and_mlp, mlp
+from magma_optax._doors.control import control, mean_multiplier
 from magma_optax._doors.describe import Masking, describe_masking
 from magma_optax._doors.magma import magma
 from magma_optax._doors.skip_update import skip_update
@@ -19,12 +20,14 @@ __all__ = [
     "Score",
     "attention",
     "attention_and_mlp",
+    "control",
     "describe_masking",
     "magma",
+    "mean_multiplier",
     "mlp",
     "skip_update",
     "stacked",
     "summarize",
     "with_magma",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

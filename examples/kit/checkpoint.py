@@ -217,7 +217,9 @@ def compare(checkpoint: Path, config: dict[str, Any]) -> None:
     """
     saved = read_json(checkpoint / "config")
     names = config.keys() & saved.keys()
-    if unknown := ", ".join(sorted(config.keys() - names)):
+    # An option that is off was not there before.
+    new = {name for name in config.keys() - names if config[name] not in (None, False)}
+    if unknown := ", ".join(sorted(new)):
         print_warning(f"{checkpoint}, of an earlier version, has no {unknown} to compare")
     if config.get("steps") != saved.get("steps"):  # a run may be made longer
         names -= {"steps", "warmup"}

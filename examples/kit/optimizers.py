@@ -10,7 +10,14 @@ import optax.contrib
 
 from examples.kit.options import SettingsError
 from examples.kit.paths import path_string
-from magma_optax import attention_and_mlp, describe_masking, skip_update, with_magma
+from magma_optax import (
+    attention_and_mlp,
+    control,
+    describe_masking,
+    mean_multiplier,
+    skip_update,
+    with_magma,
+)
 
 # Peak learning rates: for the base as it is, and under Magma. Magma scales the attention and MLP
 # updates by about 0.28 on average and wants about three times the rate. Adam's pair was measured:
@@ -29,6 +36,10 @@ LEARNING_RATES = {
 }
 
 
+# Decay of the first moment that Magma scores; where the base has none, Magma keeps its own.
+MOMENTUM_DECAYS = dict.fromkeys(LEARNING_RATES, 0.9) | {"muon": 0.95, "lion": 0.99}
+
+Masking = Literal["none", "magma", "skip", "control"]
 Blocks = str | Callable  # What magma_optax takes as `blocks`.
 
 
@@ -48,6 +59,7 @@ class OptimizerConfig:
         survival_prob: Probability that a block is updated, or ``"alignment"`` (Magma only).
         temperature: Magma's temperature.
         mask_key: Seed of the coins.
+        multiplier: What the control multiplies attention and MLP updates by; None for Magma's mean.
     """
 
     name: str
@@ -57,10 +69,23 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     clip: float = 0.0
     b2: float = 0.999
-    masking: Literal["none", "magma", "skip"] = "none"
+    masking: Masking = "none"
     survival_prob: float | str = 0.5
     temperature: float = 2.0
     mask_key: int = 0
+    multiplier: float | None = None
+
+    @property
+    def constant(self) -> float:
+        """The control's multiplier."""
+        if self.multiplier is not None:
+            return self.multiplier
+        return mean_multiplier(MOMENTUM_DECAYS[self.name], self.survival_prob, self.temperature)
+
+    @property
+    def noise_score(self) -> float:
+        """Magma's score where gradients are independent from step to step: their mean is noise."""
+        return mean_multiplier(MOMENTUM_DECAYS[self.name], 1.0, self.temperature)
 
 
 def muon_dimensions(params: optax.Params) -> optax.Params:
@@ -137,13 +162,20 @@ def describe(config: OptimizerConfig, blocks: Blocks, params: optax.Params) -> s
         blocks: How magma_optax cuts parameters into blocks.
         params: The parameters, or their `jax.ShapeDtypeStruct`.
     """
-    name = {"none": "", "magma": " with Magma", "skip": " with SkipUpdate"}[config.masking]
-    plain, magma = LEARNING_RATES[config.name]
+    name = {
+        "none": "",
+        "magma": " with Magma",
+        "skip": " with SkipUpdate",
+        "control": " with the control in Magma's place",
+    }[config.masking]
+    plain, shrunk = LEARNING_RATES[config.name]
     rate = f"{config.learning_rate:g}"
-    if config.masking == "magma" and config.learning_rate == magma != plain:
-        rate += f" (the default with --magma; {plain:g} without)"
+    if config.masking in ("magma", "control") and config.learning_rate == shrunk != plain:
+        rate += f" (the default with --{config.masking}; {plain:g} without)"
     masked = "masked: nothing"
-    if config.masking != "none":
+    if config.masking == "control":
+        masked += f"; attention and MLP updates times {config.constant:.4g}"
+    elif config.masking != "none":
         masked = describe_masking(params, where=attention_and_mlp, blocks=blocks).summary
     return (
         f"{config.name}{name}, peak learning rate {rate}: {config.warmup} steps of linear "
@@ -193,5 +225,7 @@ def assemble(
         base = with_magma(base, config.survival_prob, config.temperature, **common)
     elif config.masking == "skip":
         base = optax.chain(base, skip_update(config.survival_prob, **common))
+    elif config.masking == "control":
+        base = optax.chain(base, control(config.constant, where=attention_and_mlp))
     clip = optax.clip_by_global_norm(config.clip) if config.clip else optax.identity()
     return optax.chain(clip, base)

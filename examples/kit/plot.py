@@ -1,4 +1,4 @@
-"""A picture of a run: loss curves, and Magma's alignment scores by layer."""
+"""A picture of a run: loss curves, and Magma's scores by layer."""
 
 from pathlib import Path
 
@@ -11,20 +11,21 @@ from examples.kit.figure import Axes, Figure, colormaps
 LOSSES = [("loss", "training", "-"), ("valid_loss", "validation", "o-")]
 
 
-def draw(folder: Path, unigram_entropy: float) -> None:
+def draw(folder: Path, unigram_entropy: float, noise_score: float) -> None:
     """Draws the curves and says where; a run does not fail for want of a picture."""
     try:
-        say(f"curves: {plot(folder, unigram_entropy)}")
+        say(f"curves: {plot(folder, unigram_entropy, noise_score)}")
     except Exception as error:
         print_warning(f"the curves could not be drawn ({type(error).__name__}: {error})")
 
 
-def plot(folder: Path, unigram_entropy: float) -> Path:
+def plot(folder: Path, unigram_entropy: float, noise_score: float) -> Path:
     """Draws the metrics of the run in `folder`.
 
     Args:
         folder: The run's folder.
         unigram_entropy: The loss of a model that knows token frequencies only, nats per token.
+        noise_score: The score where gradients are independent from step to step.
 
     Returns:
         The path of the PNG.
@@ -38,7 +39,7 @@ def plot(folder: Path, unigram_entropy: float) -> Path:
     axes = figure.subplots(1, 2 if scores else 1, squeeze=False)[0]
     draw_losses(axes[0], records, unigram_entropy)
     if scores:
-        draw_alignment(axes[1], scores)
+        draw_alignment(axes[1], scores, noise_score)
     path = folder / "curves.png"
     figure.savefig(path, dpi=120)
     return path
@@ -55,8 +56,8 @@ def draw_losses(axes: Axes, records: list[dict], unigram_entropy: float) -> None
     axes.legend()
 
 
-def draw_alignment(axes: Axes, records: list[dict]) -> None:
-    """Draws one line a layer: the mean score of its matrices."""
+def draw_alignment(axes: Axes, records: list[dict], noise_score: float) -> None:
+    """Draws a line per layer, the mean score of its matrices, and two scores to compare it with."""
     steps = [record["step"] for record in records]
     layers = np.array(
         [np.mean(list(record["alignment"].values()), axis=0) for record in records]
@@ -64,5 +65,9 @@ def draw_alignment(axes: Axes, records: list[dict]) -> None:
     colors = colormaps["viridis"](np.linspace(0, 0.9, layers.shape[1]))
     for layer, color in enumerate(colors):
         axes.plot(steps, layers[:, layer], color=color, label=f"layer {layer}")
-    axes.set(xlabel="step", ylabel="alignment score s")
+    axes.axhline(0.5, color="gray", linestyle=":", label="0.5: no agreement")
+    axes.axhline(
+        noise_score, color="gray", linestyle="--", label=f"{noise_score:.3f}: gradients are noise"
+    )
+    axes.set(xlabel="step", ylabel="score s, mean of a layer's matrices")
     axes.legend(ncols=1 + len(colors) // 8, fontsize="small")

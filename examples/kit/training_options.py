@@ -7,9 +7,9 @@ A trainer's own `options.py` lists all it takes, says what is other there, and a
 import argparse
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig
+from examples.kit.optimizers import LEARNING_RATES, Masking, OptimizerConfig
 from examples.kit.options import (
     SettingsError,
     default,
@@ -36,6 +36,11 @@ SHARED: dict[str, dict[str, Any]] = {
     "--survival-prob": {"type": probability, "help": "of a masked block, or 'alignment' (0.5)"},
     "--temperature": POSITIVE | {"help": "Magma's (2.0)"},
     "--mask-key": SEED | {"help": "seed of the coins (--seed)"},
+    "--control": {
+        "action": "store_true",
+        "help": "in Magma's place, multiply these updates by a constant: what to compare it with",
+    },
+    "--multiplier": POSITIVE | {"help": "of --control (Magma's mean: 0.277 for Adam)"},
     "--learning-rate": POSITIVE | {"help": "peak (by preset and optimizer)"},
     "--steps": COUNT | {"help": "steps to train (by preset)"},
     "--warmup": {"type": whole(0), "help": "steps of linear warm-up (by preset)"},
@@ -66,7 +71,7 @@ def complete(args: argparse.Namespace, recipe: Any, kind: str) -> None:
     """
     for name, value in dataclasses.asdict(recipe).items():
         default(args, name, value)
-    default(args, "learning_rate", LEARNING_RATES[args.optimizer][args.magma])
+    default(args, "learning_rate", LEARNING_RATES[args.optimizer][args.magma or args.control])
     default(args, "survival_prob", 0.5)
     default(args, "temperature", 2.0)
     default(args, "mask_key", args.seed)
@@ -80,9 +85,7 @@ def text(args: argparse.Namespace, **own: Any) -> Text:
     return Text(args.data, args.tokenizer, args.seq_len, args.batch_size, args.seed, **own)
 
 
-def optimizer(
-    args: argparse.Namespace, masking: Literal["none", "magma", "skip"], **own: Any
-) -> OptimizerConfig:
+def optimizer(args: argparse.Namespace, masking: Masking, **own: Any) -> OptimizerConfig:
     """Returns the optimizer's configuration, with a trainer's `own` fields."""
     return OptimizerConfig(
         name=args.optimizer,
@@ -95,5 +98,6 @@ def optimizer(
         survival_prob=args.survival_prob,
         temperature=args.temperature,
         mask_key=args.mask_key,
+        multiplier=args.multiplier,
         **own,
     )

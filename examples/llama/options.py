@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from examples.kit import training_options
 from examples.kit.aot import topology
-from examples.kit.optimizers import LEARNING_RATES
+from examples.kit.optimizers import LEARNING_RATES, Masking
 from examples.kit.options import (
     Parser,
     SettingsError,
@@ -112,6 +112,8 @@ def parser(program: str = "python -m examples.llama.train") -> Parser:
     add("--optimizer", choices=LEARNING_RATES, default="adam", help="the base (%(default)s)")
     add("--magma", help="apply Magma to attention and MLP matrices")
     add("--skip-update", action="store_true", help="apply SkipUpdate to them")
+    add("--control")
+    add("--multiplier")
     add("--survival-prob")
     add("--temperature")
     add("--mask-key")
@@ -180,13 +182,15 @@ def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) ->
     Raises:
         SettingsError: For options that don't go together.
     """
-    if args.magma and args.skip_update:
-        raise SettingsError("--magma and --skip-update exclude each other")
-    need(args, args.magma, "--magma", "temperature")
+    if args.magma + args.skip_update + args.control > 1:
+        raise SettingsError("--magma, --skip-update and --control exclude each other")
+    need(args, args.control, "--control", "multiplier")
+    need(args, args.magma or args.control, "--magma", "temperature")
     if args.survival_prob == "alignment":
         need(args, args.magma, "--magma", "survival_prob")
     masked = args.magma or args.skip_update
-    need(args, masked, "--magma or --skip-update", "survival_prob", "mask_key")
+    need(args, masked or args.control, "--magma or --skip-update", "survival_prob")
+    need(args, masked, "--magma or --skip-update", "mask_key")
     if args.distributed is not None and args.out is None:
         raise SettingsError("--distributed needs --out, one folder that all hosts see")
     if args.resume and args.out is None:
@@ -268,6 +272,8 @@ def whole_mesh(sizes: dict[str, int], devices: int) -> dict[str, int]:
     return full
 
 
-def masking(args: argparse.Namespace) -> Literal["none", "magma", "skip"]:
+def masking(args: argparse.Namespace) -> Masking:
     """Returns what is done to the attention and MLP updates."""
+    if args.control:
+        return "control"
     return "magma" if args.magma else "skip" if args.skip_update else "none"

@@ -188,7 +188,8 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             seed=text.seed,
         )
     if primary:
-        report(folder, data, loss, [data.decode(row) for row in rows])
+        samples = [data.decode(row) for row in rows]
+        report(folder, data, loss, samples, config.optimizer.noise_score)
     return 0
 
 
@@ -209,14 +210,14 @@ def summary(seen: Sequence[Mapping[str, Array]], speed: float) -> dict[str, Any]
     return record | {"loss": loss, "perplexity": perplexity(loss), "tokens_per_second": speed}
 
 
-def report(folder: Path, data: Data, loss: float, lines: Sequence[str]) -> None:
+def report(folder: Path, data: Data, loss: float, lines: Sequence[str], noise_score: float) -> None:
     """Prints how the run ended and draws the curves."""
     say(f"validation loss {loss:.4f} nats a token, perplexity {perplexity(loss):.3f}")
     say(
         f"unigram entropy {data.unigram_entropy:.4f}, "
         f"perplexity {perplexity(data.unigram_entropy):.3f}"
     )
-    draw(folder, data.unigram_entropy)
+    draw(folder, data.unigram_entropy, noise_score)
     for line in lines:
         say("sample:", printable(line).replace("\n", "\n        "))
 

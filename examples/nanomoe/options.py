@@ -37,6 +37,8 @@ def parser() -> Parser:
     add("--seq-len")
     add("--optimizer", choices=["adam", "adamw", "muon"], default="adamw", help="(%(default)s)")
     add("--magma", help="apply Magma to attention, MLPs and experts")
+    add("--control")
+    add("--multiplier")
     add("--experts-as-blocks", action="store_true", help="a coin and a score for each expert")
     add("--survival-prob")
     add("--temperature")
@@ -61,7 +63,13 @@ def resolve(args: argparse.Namespace) -> TrainConfig:
     """
     if args.experts_as_blocks and not args.magma:
         raise SettingsError("--experts-as-blocks needs --magma, and does nothing without; add it")
-    need(args, args.magma, "--magma", "survival_prob", "temperature", "mask_key")
+    if args.magma and args.control:
+        raise SettingsError("--magma and --control exclude each other")
+    need(args, args.control, "--control", "multiplier")
+    need(args, args.magma or args.control, "--magma", "survival_prob", "temperature")
+    if args.survival_prob == "alignment":
+        need(args, args.magma, "--magma", "survival_prob")
+    need(args, args.magma, "--magma", "mask_key")
     default(args, "weight_decay", 0.0 if args.optimizer == "adam" else 0.1)
     training_options.complete(args, RECIPES[args.preset], platform())
 
@@ -74,7 +82,7 @@ def resolve(args: argparse.Namespace) -> TrainConfig:
         )
     if args.out is not None and args.out.is_dir() and any(args.out.iterdir()):
         raise SettingsError(f"{args.out} is not empty; give another --out")
-    masking = "magma" if args.magma else "none"
+    masking = "magma" if args.magma else "control" if args.control else "none"
     return TrainConfig(
         preset=args.preset,
         model=model,

@@ -98,14 +98,14 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     loss = record["valid_loss"]
     say(f"validation loss {loss:.4f} nats a token, perplexity {perplexity(loss):.3f}")
     say(f"unigram entropy {data.unigram_entropy:.4f}")
-    draw(out, data.unigram_entropy)
+    draw(out, data.unigram_entropy, config.optimizer.noise_score)
 
 
 def folder_name(config: TrainConfig) -> str:
     """Returns what a fresh folder of this run is called."""
-    magma = ["magma"] * (config.optimizer.masking == "magma")
+    masking = [config.optimizer.masking] * (config.optimizer.masking != "none")
     return "-".join(
-        ["nanomoe", config.preset, config.optimizer.name, *magma]
+        ["nanomoe", config.preset, config.optimizer.name, *masking]
         + ["experts"] * config.experts_as_blocks
     )
 

@@ -32,7 +32,7 @@ from examples.kit.options import whole
 from examples.kit.paths import path_string
 from examples.paper import RESULTS
 from examples.paper.arms import Arm, magma, plain, then
-from examples.paper.baselines.controls import constant, constant_times_mask
+from examples.paper.baselines.controls import constant_times_mask
 from examples.paper.command import (
     add_arms_option,
     add_search_options,
@@ -43,7 +43,7 @@ from examples.paper.command import (
 from examples.paper.experiment import Experiment
 from examples.paper.tasks.resnet import MEAN_MULTIPLIER, WEIGHT_DECAY, Task
 from examples.paper.vision.resnet import MODELS
-from magma_optax import skip_update
+from magma_optax import control, skip_update
 
 CENTRE = 4e-3  # the search of every arm begins at this or twice this rate: one grid for all
 
@@ -67,7 +67,9 @@ ARMS = {
     "adamw": Arm(plain(adamw), CENTRE),
     "adamw+magma": Arm(magma(adamw, where=kernels), 2 * CENTRE),
     "adamw+skip": Arm(then(adamw, lambda key: skip_update(0.5, where=kernels, key=key)), CENTRE),
-    "adamw+constant": Arm(then(adamw, lambda _: constant(MEAN_MULTIPLIER, kernels)), 2 * CENTRE),
+    "adamw+constant": Arm(
+        then(adamw, lambda _: control(MEAN_MULTIPLIER, where=kernels)), 2 * CENTRE
+    ),
     "adamw+constant*mask": Arm(
         then(adamw, lambda key: constant_times_mask(2 * MEAN_MULTIPLIER, 0.5, kernels, key=key)),
         2 * CENTRE,

@@ -15,13 +15,13 @@ from jax.typing import ArrayLike
 from examples.kit.optimizers import direction
 from examples.paper.baselines.apollo import scale_by_apollo
 from examples.paper.baselines.c_adam import scale_by_c_adam
-from examples.paper.baselines.controls import constant, constant_times_mask, damping_only
+from examples.paper.baselines.controls import constant_times_mask, damping_only
 from examples.paper.baselines.matrices import on_matrices
 from examples.paper.baselines.mgup import mgup
 from examples.paper.baselines.sgg import sgg
 from examples.paper.baselines.soap import scale_by_soap
 from examples.paper.baselines.stable_spam import scale_by_stable_spam
-from magma_optax import attention_and_mlp, skip_update, with_magma
+from magma_optax import attention_and_mlp, control, skip_update, with_magma
 
 MEAN_MULTIPLIER = 0.2765  # of Magma at p = 0.5 and tau = 2, measured on Adam
 
@@ -82,7 +82,7 @@ def family(name: str, base: Base, centre: float) -> dict[str, Arm]:
 
     def shrink(key: ArrayLike) -> optax.GradientTransformation:
         del key
-        return constant(MEAN_MULTIPLIER)
+        return control(MEAN_MULTIPLIER, where=attention_and_mlp)
 
     def shrink_and_mask(key: ArrayLike) -> optax.GradientTransformation:
         return constant_times_mask(2 * MEAN_MULTIPLIER, 0.5, key=key)

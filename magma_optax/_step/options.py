@@ -48,11 +48,11 @@ class Options:
                 "optax.chain(base, skip_update()) or with_magma(base)"
             )
         if not (isinstance(self.survival_prob, str) and self.survival_prob == "alignment"):
-            _check_number("survival_prob", self.survival_prob, lambda p: 0 < p <= 1, "in (0, 1]")
-        _check_number("temperature", self.temperature, lambda t: t > 0, "greater than 0")
-        _check_number("b1", self.b1, lambda b: 0 <= b < 1, "in [0, 1)", schedule=False)
-        _check_number("score_decay", self.score_decay, lambda b: 0 <= b < 1, "in [0, 1)")
-        _check_number(
+            check_number("survival_prob", self.survival_prob, lambda p: 0 < p <= 1, "in (0, 1]")
+        check_number("temperature", self.temperature, lambda t: t > 0, "greater than 0")
+        check_number("b1", self.b1, lambda b: 0 <= b < 1, "in [0, 1)", schedule=False)
+        check_number("score_decay", self.score_decay, lambda b: 0 <= b < 1, "in [0, 1)")
+        check_number(
             "initial_score", self.initial_score, lambda s: 0 <= s <= 1, "in [0, 1]", schedule=False
         )
         check_bool("damping", self.damping)
@@ -150,7 +150,7 @@ def _check_float_dtype(name: str, value: Any) -> None:
         )
 
 
-def _check_number(
+def check_number(
     name: str, value: Any, holds: Callable[[Any], bool], says: str, schedule: bool = True
 ) -> None:
     """Refuse wrong numbers; of schedules and traced numbers the value is not known yet."""

@@ -202,7 +202,7 @@ def test_a_run_does_not_fail_for_want_of_a_picture(monkeypatch, capsys):
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(kit_plot, "plot", plot)
-    kit_plot.draw(Path("run"), 1.0)
+    kit_plot.draw(Path("run"), 1.0, 0.55)
     warning = "warning: the curves could not be drawn (RuntimeError: no fonts)\n"
     assert capsys.readouterr().err == warning
 

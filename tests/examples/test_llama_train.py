@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from trainers import refusal, write_corpus
 
-from examples.kit import checkpoint, metrics, optimizers, training_options
+from examples.kit import checkpoint, metrics, optimizers
 from examples.kit.folder import fresh_folder
 from examples.kit.loss import cross_entropy
 from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig, assemble, direction, schedule
@@ -244,7 +244,11 @@ def error(capsys, argv):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("--magma --skip-update", "--magma and --skip-update"),
+        ("--magma --skip-update", "--magma, --skip-update and --control exclude each other"),
+        ("--control --magma", "--magma, --skip-update and --control exclude each other"),
+        ("--multiplier 0.5", "--multiplier 0.5 needs --control"),
+        ("--control --survival-prob alignment", "needs --magma"),
+        ("--control --mask-key 1", "--mask-key 1 needs --magma or --skip-update"),
         ("--learning-rate fast", "--learning-rate: 'fast' is not a number"),
         ("--learning-rate 0", "must be more than 0.0"),
         ("--learning-rate=-1e-3", "got -1e-3"),
@@ -281,7 +285,6 @@ def test_wrong_options_are_one_line(capsys, tmp_path, monkeypatch, wrong, messag
 
 def test_a_run_keeps_its_dtype_on_another_device(monkeypatch):
     monkeypatch.setattr(llama_options, "platform", lambda: "gpu")
-    monkeypatch.setattr(training_options, "platform", lambda: "gpu")
     argv = "--preset tiny --batch-size 8 --out run --resume".split()
     for saved in ("float32", "bfloat16"):
         config = llama_options.resolve(llama_options.parser().parse(argv), {"dtype": saved})
@@ -306,6 +309,13 @@ def test_the_optimizer_its_rate_and_what_is_masked_are_told(capsys, corpus, tmp_
         "masked: 7 of 12 leaves in 14 blocks, 60.2 % of 41,696 parameters\n",
         "": "adam, peak learning rate 0.001: 0 steps of linear warm-up, then a cosine to a tenth "
         "at step 1\nmasked: nothing\n",
+        "--control": "adam with the control in Magma's place, peak learning rate 0.003 (the "
+        "default with --control; 0.001 without): 0 steps of linear warm-up, then a cosine to a "
+        "tenth at step 1\nmasked: nothing; attention and MLP updates times 0.2771\n",
+        "--control --multiplier 0.1 --optimizer muon": "muon with the control in Magma's place, "
+        "peak learning rate 0.009 (the default with --control; 0.003 without): 0 steps of linear "
+        "warm-up, then a cosine to a tenth at step 1\n"
+        "masked: nothing; attention and MLP updates times 0.1\n",
     }
     options = ["--preset", "tiny", "--batch-size", "8", "--seq-len", "16", "--steps", "1"]
     for masking, expected in told.items():

@@ -12,7 +12,7 @@ import pytest
 from examples.kit.optimizers import direction
 from examples.paper.baselines.apollo import projections, scale_by_apollo
 from examples.paper.baselines.c_adam import scale_by_c_adam
-from examples.paper.baselines.controls import constant, constant_times_mask, damping_only
+from examples.paper.baselines.controls import constant_times_mask, damping_only
 from examples.paper.baselines.matrices import on_matrices
 from examples.paper.baselines.mgup import mgup
 from examples.paper.baselines.sgg import k_means, lower_median, sgg
@@ -282,9 +282,6 @@ BAD = {
     r"selects none of the leaves, such as \['head'\]": lambda: on_matrices(
         optax.identity(), optax.identity()
     ).init({"head": jnp.zeros((2, 2))}),
-    "selects none of the leaves": lambda: constant(0.5).update(
-        {"head": jnp.zeros((2, 2))}, optax.EmptyState()
-    ),
 }
 
 
@@ -303,15 +300,6 @@ def kernel(path, leaf):
 
 def one_update(tx, updates, state=None):
     return tx.update(updates, tx.init(updates) if state is None else state, updates)
-
-
-def test_constant():
-    u = {"mlp": {"kernel": jnp.arange(6.0).reshape(2, 3)}, "head": jnp.full(3, 0.1)}
-    scaled, _ = jax.jit(lambda c: one_update(constant(c, kernel), u))(0.25)
-    np.testing.assert_array_equal(scaled["mlp"]["kernel"], 0.25 * u["mlp"]["kernel"])
-    np.testing.assert_array_equal(scaled["head"], u["head"])
-    partly, _ = one_update(optax.masked(constant(0.25, kernel), {"mlp": True, "head": False}), u)
-    np.testing.assert_array_equal(partly["mlp"]["kernel"], 0.25 * u["mlp"]["kernel"])
 
 
 def test_constant_times_mask():

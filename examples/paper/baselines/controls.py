@@ -6,7 +6,7 @@ embeddings, head and norms at the full rate. Each control keeps one part of that
 =========================================  ===============  =====  =======
 control                                    mean multiplier  coins  damping
 =========================================  ===============  =====  =======
-``constant(0.2765)``                       s p              no     no
+``magma_optax.control(0.2765)``            s p              no     no
 ``constant_times_mask(0.553, 0.5)``        s p              yes    no
 ``damping_only(inner)``                    s                no     yes
 ``damping_only(inner, c=0.5)``             s p              no     yes
@@ -17,34 +17,11 @@ All of them may stand anywhere after the base, before or after the learning rate
 
 from typing import Any
 
-import jax
 import optax
 from jax.typing import ArrayLike
 
-from examples.paper.baselines.matrices import Where, select
-from magma_optax import attention_and_mlp, skip_update, with_magma
-
-
-def constant(c: ArrayLike, where: Where = attention_and_mlp) -> optax.GradientTransformation:
-    """Multiplies the updates of the selected leaves by a constant.
-
-    Args:
-        c: The constant; may be a traced array.
-        where: ``(path, leaf) -> bool``; other leaves pass bit for bit.
-
-    Returns:
-        A link without state.
-
-    Raises:
-        ValueError: In ``update``, if `where` selects nothing.
-    """
-
-    def update_fn(updates, params=None):
-        del params
-        chosen = select(updates, where)
-        return jax.tree.map(lambda yes, u: (c * u).astype(u.dtype) if yes else u, chosen, updates)
-
-    return optax.stateless(update_fn)
+from examples.paper.baselines.matrices import Where
+from magma_optax import attention_and_mlp, control, skip_update, with_magma
 
 
 def constant_times_mask(
@@ -75,7 +52,7 @@ def constant_times_mask(
         ValueError: As `magma_optax.skip_update`.
     """
     masked = skip_update(survival_prob, where=where, key=key, blocks=blocks)
-    return optax.chain(masked, constant(c * survival_prob, where))  # skip_update divides by p
+    return optax.chain(masked, control(c * survival_prob, where=where))  # skip_update divides by p
 
 
 def damping_only(
@@ -107,4 +84,4 @@ def damping_only(
         ValueError: As `magma_optax.with_magma`.
     """
     damped = with_magma(inner, 1.0, temperature, where=where, blocks=blocks)
-    return optax.chain(damped, constant(c, where))
+    return optax.chain(damped, control(c, where=where))
