@@ -15,9 +15,9 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import Array
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from examples.kit.mesh import device_mesh
 from examples.kit.paths import path_string
 from examples.kit.step import cut
 from examples.llama.config import LlamaConfig
@@ -88,21 +88,9 @@ def make_mesh(
         ValueError: If the size of `data` isn't a multiple of the number of slices.
     """
     kind = AxisType.Explicit if explicit else AxisType.Auto
-    types = (kind, kind, AxisType.Auto)
-    shape = tuple(sizes[name] for name in AXES)
+    shape = [sizes[name] for name in AXES]
     devices = jax.devices() if devices is None else devices
-    # GPUs have such a number too, another for each host.
-    slices = len({getattr(d, "slice_index", None) for d in devices if d.platform == "tpu"})
-    if slices <= 1:
-        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
-    if sizes["data"] % slices:
-        raise ValueError(
-            f"data={sizes['data']} is not a multiple of the {slices} slices; between slices the "
-            "network is slow, so only data may run there"
-        )
-    within = (sizes["data"] // slices, *shape[1:])
-    grid = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), devices)
-    return Mesh(grid, AXES, axis_types=types)
+    return device_mesh(shape, AXES, (kind, kind, AxisType.Auto), devices)
 
 
 def describe(mesh: Mesh) -> str:

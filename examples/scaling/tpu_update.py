@@ -22,6 +22,7 @@ from examples.kit import optimizers
 from examples.kit.aot import topology
 from examples.kit.aot.program import Program, by_kind, compiled
 from examples.kit.aot.traffic import hbm_bytes
+from examples.kit.mesh import device_mesh
 from examples.kit.options import Parser, SettingsError, whole
 from examples.scaling.models import EXPERTS, NAMES, axes, make
 from examples.scaling.step import lower_update
@@ -126,7 +127,10 @@ def compare(args: argparse.Namespace) -> None:
         raise SettingsError(f"--model {EXPERTS} has stacked layers alone; leave --layers out")
     kind = AxisType.Explicit if args.mesh_axes == "explicit" else AxisType.Auto
     shape = tuple(args.mesh.get(axis, 1) for axis in names)
-    made = jax.make_mesh(shape, names, axis_types=(kind,) * 3, devices=devices)
+    try:
+        made = device_mesh(shape, names, (kind,) * 3, devices)
+    except ValueError as error:
+        raise SettingsError(f"--mesh: {error}") from None
     model = make(args.model, made, args.dtype, args.layers == "separate")
     print(topology.describe(args.topology))
     arms = updates(args)
