@@ -1,13 +1,14 @@
 """What a comparison says, in one sentence: paired differences, their interval, and the advice."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scipy import stats
 
-from examples.paper.search import TUNED, Record, best, losses
+from examples.paper.search import TUNED, Record, best, losses, select, valid_loss
 
 CONFIDENCE = 0.95
 
@@ -19,7 +20,7 @@ class Difference:
     Attributes:
         arm: The one.
         reference: The other.
-        by_seed: A difference for each fresh seed that both have.
+        by_seed: A difference for each fresh seed from which both ended and neither diverged.
         mean: Of these; None without any.
         low: Lower end of the interval of Student's t; None from fewer than two seeds.
         high: Upper end.
@@ -77,12 +78,13 @@ def judge(records: Sequence[Record], base: str) -> Verdict:
     ]
     differences = [_difference(records, *pair, found) for pair in pairs]
     interior = {arm: at.interior for arm, at in found.items()}
+    diverged = [arm for arm, at in found.items() if _diverged(records, arm, at.learning_rate)]
     return Verdict(
         {arm: at.learning_rate for arm, at in found.items()},
         interior,
         constant,
         differences,
-        _sentence(base, constant, interior, differences),
+        _sentence(base, constant, interior, diverged, differences),
     )
 
 
@@ -97,7 +99,7 @@ def _difference(
                 losses(records, name, seed).get(found[name].learning_rate)
                 for name in (arm, reference)
             ]
-            if None not in ends:
+            if None not in ends and all(map(math.isfinite, ends)):
                 by_seed[seed] = ends[0] - ends[1]
     values = list(by_seed.values())
     if not values:
@@ -110,8 +112,18 @@ def _difference(
     return Difference(arm, reference, by_seed, mean, mean - half, mean + half)
 
 
+def _diverged(records: Sequence[Record], arm: str, rate: float) -> bool:
+    """Whether a run at the arm's best rate diverged."""
+    runs = select(records, {"arm": arm, "learning_rate": rate})
+    return any(not math.isfinite(valid_loss(record)) for record in runs)
+
+
 def _sentence(
-    base: str, constant: str, interior: Mapping[str, bool], differences: Sequence[Difference]
+    base: str,
+    constant: str,
+    interior: Mapping[str, bool],
+    diverged: Sequence[str],
+    differences: Sequence[Difference],
 ) -> str:
     magma, control, _, against = differences
     needed = (base, magma.arm, constant)
@@ -121,6 +133,11 @@ def _sentence(
         return (
             f"No verdict yet: the best learning rate of {', '.join(edges)} is the lowest or the "
             "highest that was tried; repeat the command, with a larger --reach if it ended."
+        )
+    if unstable := [arm for arm in needed if arm in diverged]:
+        return (
+            f"No verdict: {', '.join(unstable)} diverged from a fresh seed at its best learning "
+            "rate: it is too high to compare at; use more --steps, which warm up for longer."
         )
     count = min(len(difference.by_seed) for difference in (magma, control, against))
     if count < 2:

@@ -10,6 +10,8 @@ from examples.kit.data.load import load
 from examples.llama import _MOVED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+# A door to the laboratory, which nobody imports: its name is that of the example it compares.
+DOORS = ("compare.py", "verdict.py")
 MAY_IMPORT = {
     "kit": set(),
     "llama": {"kit"},
@@ -37,10 +39,19 @@ def test_sharing_goes_one_way(folder):
     assert files
     for file in files:
         others = {(where, what) for where, what in imported(file) if where != folder}
+        if folder == "llama" and file.name in DOORS:
+            others = {(where, what) for where, what in others if where != "paper"}
         assert {where for where, _ in others} <= MAY_IMPORT[folder], file
         # They measure the trainer that the same options would start.
         if file.parent.name != "scaling" or file.name not in ("train_step.py", "tpu_step.py"):
             assert not {where for where, what in others if what == "options"} - {"kit"}, file
+
+
+def test_nobody_imports_a_door():
+    doors = {("llama", name.removesuffix(".py")) for name in DOORS}
+    for file in EXAMPLES.rglob("*.py"):
+        if file.name not in DOORS:
+            assert not imported(file) & doors, file
 
 
 def test_the_kit_names_no_program():
