@@ -1,4 +1,4 @@
-"""Draw docs/images/updates.png: what each rule multiplies an update by, block by block and step by step.
+"""Draw updates.png: what each rule multiplies an update by, per block and step.
 
 python docs/images/updates.py
 """

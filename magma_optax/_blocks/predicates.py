@@ -62,8 +62,9 @@ def mlp(path: str | Sequence[Any], leaf: Any = None) -> bool:
     """Tell whether a parameter is a matrix of an MLP or of a mixture's experts.
 
     Args:
-      path: as in `attention`.
-      leaf: as in `attention`.
+      path: the parameter's path, ``"layers/0/mlp/up_proj/kernel"``, or a JAX key path, so that
+        ``jax.tree_util.tree_map_with_path(mlp, params)`` is a mask for optax.
+      leaf: the parameter or its ``jax.ShapeDtypeStruct``; vectors and scalars are out. Optional.
 
     Returns:
       True or False. A mixture's router (``router`` or ``gate``) and the gate of its shared expert
@@ -76,8 +77,9 @@ def attention_and_mlp(path: str | Sequence[Any], leaf: Any = None) -> bool:
     """Tell whether a parameter is one of those that the paper masks (section 4.1).
 
     Args:
-      path: as in `attention`.
-      leaf: as in `attention`.
+      path: the parameter's path, ``"layers/0/mlp/up_proj/kernel"``, or a JAX key path, so that
+        ``jax.tree_util.tree_map_with_path(attention_and_mlp, params)`` is a mask for optax.
+      leaf: the parameter or its ``jax.ShapeDtypeStruct``; vectors and scalars are out. Optional.
 
     Returns:
       True or False.

@@ -63,7 +63,9 @@ def control(
     Args:
       multiplier: the constant, 0 or more; may be traced. None for `mean_multiplier` of the
         arguments below, which do nothing beside a given multiplier.
-      where: which leaves are multiplied; as in `with_magma`. Other leaves pass as they are.
+      where: which leaves are multiplied: None for all, ``(path, leaf) -> bool`` with the path as in
+        ``"layers/0/mlp/up_proj/kernel"``, or a tree of bools. Give it what you give Magma, such as
+        `attention_and_mlp`. Other leaves pass as they are.
       b1: decay of the base's first moment.
       survival_prob: Magma's p.
       temperature: Magma's tau.

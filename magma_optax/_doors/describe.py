@@ -68,11 +68,12 @@ def describe_masking(
 
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct``.
-      where: as in `magma`.
-      blocks: as in `magma`.
+      where: which leaves are masked: None for all, ``(path, leaf) -> bool`` or a tree of bools.
+      blocks: how a leaf is cut: ``"leaf"``, ``"row"``, ``"column"``, ``"element"``, or
+        ``(path, leaf) -> axes`` that index blocks, such as `stacked`.
 
     Raises:
-      ValueError: as `magma` and its ``init``: ``where`` selects nothing, an axis is out of range.
+      ValueError: ``where`` selects nothing, an axis is out of range.
       TypeError: an argument of the wrong kind, or a leaf that is no array.
     """
     named = NamedTree(params)

@@ -34,9 +34,14 @@ def skip_update(
 
     Args:
       survival_prob: p, a number in (0, 1] or a schedule ``step -> p``.
-      where: which leaves are masked; as in `magma`.
-      blocks: what a block is; as in `magma`.
-      key: seed of the coins; as in `magma`. Equal keys give the coins of `magma`.
+      where: which leaves are masked. None for all, or ``(path, leaf) -> bool`` with the path as in
+        ``"layers/0/mlp/up_proj/kernel"`` and the leaf as a ``jax.ShapeDtypeStruct``, or a tree of
+        bools. The paper uses `attention_and_mlp`. Other leaves pass through bit for bit.
+      blocks: what gets a coin of its own. ``"leaf"``: each leaf. ``"row"``, ``"column"``: every
+        vector along the last axis, along the last but one. ``"element"``: every element. Or
+        ``(path, leaf) -> axes`` that index blocks, such as `stacked` for scanned layers.
+      key: seed of the coins: an int of up to 64 bits, a ``jax.random.key`` or raw key data. Equal
+        keys give the coins of `magma`.
 
     Returns:
       A transformation with a `MagmaState` that holds a step and a key alone. ``update`` ignores

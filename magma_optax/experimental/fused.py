@@ -77,12 +77,12 @@ def fused_adam(
 
     Args:
       learning_rate: a number or a schedule.
-      b1: as in ``optax.adam``, like ``b2``, ``eps`` and ``eps_root``. With 0 Adam keeps no average
-        by which Magma could score: it then has one of its own and takes its plain path, as it does
-        on a state that holds one.
-      b2: see ``b1``.
-      eps: see ``b1``.
-      eps_root: see ``b1``.
+      b1: decay of Adam's average of gradients. With 0 Adam keeps no average by which Magma could
+        score: it then has one of its own and takes its plain path, as it does on a state that holds
+        one.
+      b2: decay of Adam's average of squared gradients.
+      eps: added to the root of that average.
+      eps_root: added to that average under the root.
       weight_decay: if not 0, ``optax.adamw`` stands for ``optax.adam``, also in the state's type.
       masking: Magma, with the state of `with_magma`, or SkipUpdate, with that of the chain.
       **options: those of `with_magma` that concern Magma itself: ``survival_prob``,

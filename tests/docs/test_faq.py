@@ -24,15 +24,11 @@ def update(tx, state=None, grads=W, **kwargs):
 def in_shard_map():
     tx = with_magma(optax.sgd(0.1))
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
-    state = tx.init(W)
-    specs = jax.tree.map(lambda _: P(), state)
 
-    def step(grads, state):
-        return tx.update(grads, state)
+    def step(grads):
+        return tx.update(grads, tx.init(grads))[0]
 
-    jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(P("x"), specs), out_specs=(P("x"), specs))
-    ).lower(W, state)
+    jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"))).lower(W)
 
 
 TRIGGERS = {

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
-PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS]
 
 
 def blocks(page, language):
