@@ -77,10 +77,10 @@ def with_magma(
         ``"layers/0/mlp/up_proj/kernel"`` and the leaf as a ``jax.ShapeDtypeStruct``, or a tree of
         bools. The paper uses `attention_and_mlp`. Other leaves pass through bit for bit and keep no
         state, as do integer, boolean and empty ones.
-      blocks: what gets a coin and a score of its own. ``"leaf"``: each leaf. ``"row"``: every vector
-        along the last axis. ``"column"``: every vector along the last but one (a vector counts as
-        one row). ``"element"``: every element. Or ``(path, leaf) -> axes`` that index blocks, such
-        as `stacked` for scanned layers.
+      blocks: what gets a coin and a score of its own. ``"leaf"``: each leaf. ``"row"``: every
+        vector along the last axis. ``"column"``: every vector along the last but one (a vector
+        counts as one row). ``"element"``: every element. Or ``(path, leaf) -> axes`` that index
+        blocks, such as `stacked` for scanned layers.
       key: seed of the coins: an int of up to 64 bits, a ``jax.random.key`` or raw key data. The
         coin of a block is a function of key, step, path and block index alone.
       first_moment: where mu comes from. ``"auto"``: the base's state, for each parameter for which
@@ -110,9 +110,9 @@ def with_magma(
 
     Raises:
       ValueError: a number out of its range or an unknown choice, here; leaves that do not match, in
-        ``init`` and ``update``, with their path; ``inner`` is or holds an `optax.MultiSteps`, which belongs around
-        the wrapper; or, with ``sparse_state``, blocks within a leaf of which ``inner`` keeps a
-        state of another shape.
+        ``init`` and ``update``, with their path; ``inner`` is or holds an `optax.MultiSteps`, which
+        belongs around the wrapper; or, with ``sparse_state``, blocks within a leaf of which
+        ``inner`` keeps a state of another shape.
       TypeError: an argument of the wrong kind, here; a leaf that is no array, with its path.
 
     References:

@@ -7,7 +7,7 @@ from test_readme import PAGES, ROOT
 
 
 def anchors(page):
-    """The ids of a page's headings: those of docutils, and those of MyST, which drop punctuation."""
+    """The ids of a page's headings: those of docutils and those of MyST."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     docutils = {re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-") for heading in headings}
