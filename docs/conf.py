@@ -4,11 +4,14 @@ import os
 import pathlib
 import sys
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for the tutorial's kernel too
+
+import jax
 import jax.typing
+import optax
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE / "extensions"))
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also for the notebook kernel of the tutorial
 
 
 class ArrayLike:
@@ -17,8 +20,12 @@ class ArrayLike:
 
 ArrayLike.__module__ = "jax.typing"
 jax.typing.ArrayLike = ArrayLike
+# Where users import these from, and where their projects document them.
+jax.Array.__module__ = "jax"
+optax.GradientTransformation.__module__ = "optax"
+optax.GradientTransformationExtraArgs.__module__ = "optax"
 
-import magma_optax  # noqa: E402
+import magma_optax
 
 project = "magma_optax"
 release = magma_optax.__version__

@@ -109,7 +109,7 @@ def magma(
       UserWarning: once, without ``grad=``; or if ``grad`` shows that the link is a chain's first.
 
     References:
-      Joo et al., `On Surprising Effectiveness of Masking Updates in Adaptive Optimizers`, 2026.
+      Joo et al., *On Surprising Effectiveness of Masking Updates in Adaptive Optimizers*, 2026.
     """
     options = Options(
         survival_prob=survival_prob, temperature=temperature, b1=b1, score_decay=score_decay,

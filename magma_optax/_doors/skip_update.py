@@ -53,7 +53,7 @@ def skip_update(
       TypeError: an argument of the wrong kind.
 
     References:
-      Joo et al., `On Surprising Effectiveness of Masking Updates in Adaptive Optimizers`, 2026.
+      Joo et al., *On Surprising Effectiveness of Masking Updates in Adaptive Optimizers*, 2026.
     """
     if isinstance(survival_prob, str):
         raise TypeError(

@@ -116,7 +116,7 @@ def with_magma(
       TypeError: an argument of the wrong kind, here; a leaf that is no array, with its path.
 
     References:
-      Joo et al., `On Surprising Effectiveness of Masking Updates in Adaptive Optimizers`, 2026.
+      Joo et al., *On Surprising Effectiveness of Masking Updates in Adaptive Optimizers*, 2026.
     """
     options = Options(
         survival_prob=survival_prob, temperature=temperature, b1=b1, score_decay=score_decay,

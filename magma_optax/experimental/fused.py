@@ -96,8 +96,8 @@ def fused_adam(
       TypeError: an argument of the wrong kind or an unknown option.
 
     References:
-      Joo et al., `On Surprising Effectiveness of Masking Updates in Adaptive Optimizers`, 2026.
-      Kingma and Ba, `Adam: A Method for Stochastic Optimization`, 2015.
+      Joo et al., *On Surprising Effectiveness of Masking Updates in Adaptive Optimizers*, 2026.
+      Kingma and Ba, *Adam: A Method for Stochastic Optimization*, 2015.
     """
     if masking not in ("magma", "skip_update"):
         raise ValueError(f'masking must be "magma" or "skip_update", got {masking!r}')
