@@ -25,7 +25,7 @@ jax.Array.__module__ = "jax"
 optax.GradientTransformation.__module__ = "optax"
 optax.GradientTransformationExtraArgs.__module__ = "optax"
 
-import magma_optax
+import magma_optax  # noqa: E402
 
 project = "magma_optax"
 release = magma_optax.__version__
