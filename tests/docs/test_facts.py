@@ -1,0 +1,62 @@
+"""What the front pages say follows from the records' pages, the package and its picture."""
+
+import re
+import runpy
+
+import numpy as np
+import pytest
+from test_readme import ROOT
+
+import magma_optax
+
+
+def text(page):
+    return (ROOT / page).read_text()
+
+
+MEASURED = {
+    f"{float(number):.3f}"
+    for page in ROOT.glob("docs/reproduction*.md")
+    for number in re.findall(r"\b\d\.\d{3,4}\b", page.read_text())
+}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/should_i_use_it.md"])
+def test_losses_are_measured(page):
+    [table] = re.findall(r"^\| case \|.*?\n\n", text(page), re.M | re.S)
+    losses = re.findall(r"\b[34]\.\d{3}\b", table)
+    assert len(losses) == 24
+    assert set(losses) <= MEASURED
+
+
+def test_the_two_tables_agree():
+    rows = [
+        re.findall(r"\b\d\.\d{3}\b", text(page).partition("| case |")[2].partition("\n\n")[0])
+        for page in ("README.md", "docs/should_i_use_it.md")
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_the_api_has_every_public_name():
+    documented = re.findall(r"^\.\. auto\w+:: magma_optax\.(\w+)", text("docs/api.md"), re.M)
+    assert set(magma_optax.__all__) <= set(documented)
+
+
+def test_the_changelog_has_the_version():
+    assert f"\n## {magma_optax.__version__}\n" in text("CHANGELOG.md")
+    assert f"version: {magma_optax.__version__}\n" in text("CITATION.cff")
+
+
+def test_the_picture_is_what_the_package_does():
+    drawn = runpy.run_path(str(ROOT / "docs/images/updates.py"))
+    optax, base = drawn["optax"], drawn["scale_to_one"]()
+    masked = np.array([drawn["attention_and_mlp"](leaf) for leaf in drawn["LEAVES"]])
+    skip = drawn["multipliers"](
+        optax.chain(base, drawn["skip_update"](where=drawn["attention_and_mlp"]))
+    )
+    magma = drawn["multipliers"](drawn["with_magma"](base, where=drawn["attention_and_mlp"]))
+    assert set(skip[masked].ravel()) == {0.0, 2.0} and (skip[~masked] == 1).all()
+    assert (magma[~masked] == 1).all() and ((magma == 0) == (skip == 0)).all()
+    survivors = magma[masked][magma[masked] != 0]
+    assert 0.49 < survivors.min() and survivors.max() < 0.57
+    assert abs(drawn["CONSTANT"] - magma_optax.mean_multiplier()) < 5e-4
