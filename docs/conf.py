@@ -39,6 +39,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "inventories", "extensions"]
 default_role = "py:obj"
+highlight_language = "none"
 
 myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3

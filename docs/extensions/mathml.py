@@ -15,7 +15,7 @@ def _inline(writer: Any, node: nodes.Element) -> None:
 def _display(writer: Any, node: nodes.Element) -> None:
     latex = node.astext().strip()
     if "&" in latex or r"\\" in latex:
-        latex = rf"\begin{{aligned}}{latex}\end{{aligned}}"
+        latex = rf"\begin{{split}}{latex}\end{{split}}"
     writer.body.append(f'<div class="math">{convert(latex, display="block")}</div>')
     raise nodes.SkipNode
 

@@ -31,7 +31,7 @@ class Masking:
 
     @property
     def summary(self) -> str:
-        """One line: leaves, blocks and the share of the parameters."""
+        """Leaves, blocks and the share of the parameters, in one line."""
         inside, outside = (
             sum(map(math.prod, shapes.values())) for shapes in (self.masked, self.left_out)
         )

@@ -60,3 +60,13 @@ def test_the_picture_is_what_the_package_does():
     survivors = magma[masked][magma[masked] != 0]
     assert 0.49 < survivors.min() and survivors.max() < 0.57
     assert abs(drawn["CONSTANT"] - magma_optax.mean_multiplier()) < 5e-4
+
+
+def test_the_options_of_compare_are_there():
+    compare = pytest.importorskip("examples.llama.compare")
+    page = text("docs/should_i_use_it.md")
+    assert "examples.llama.compare --data FILE_OR_FOLDER --optimizer adam" in page
+    assert "examples.llama.compare --data FILE" in text("README.md")
+    options = re.findall(r"^\| `(--[a-z-]+)( \w+)?` \|", page, re.M)
+    known = compare.make_parser().format_help()
+    assert len(options) == 5 and all(option in known for option, _ in options)
