@@ -126,7 +126,7 @@ def abstract_on(devices, tx, params):
         transform_non_params=lambda _: NamedSharding(mesh, P()),
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
-    shardings = jax.tree.broadcast(shardings, abstract_state)  # The one-liner of docs/usage.md.
+    shardings = jax.tree.broadcast(shardings, abstract_state)  # The one-liner of docs/recipes.md.
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract_state,
@@ -157,7 +157,7 @@ def test_restores_sharded_onto_another_mesh(form, base, options, tmp_path):
 
 
 def carry_over(old, new):
-    """The recipe of docs/usage.md."""
+    """The recipe of docs/recipes.md."""
     kept = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(old)}
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(new)]
     if unknown := kept.keys() - set(paths):
@@ -177,7 +177,7 @@ def test_carrying_over_what_has_no_place_is_refused():
 
 
 def test_from_an_adam_checkpoint_to_magma():
-    """The recipe of docs/usage.md: Adam's moments and count go on inside Magma."""
+    """The recipe of docs/recipes.md: Adam's moments and count go on inside Magma."""
     adam, tx = optax.adam(1e-2), with_magma(optax.adam(1e-2), survival_prob=1.0, damping=False)
     state = adam.init(PARAMS)
     for grads in GRADS[:2]:
