@@ -13,8 +13,8 @@ def _inline(writer: Any, node: nodes.Element) -> None:
 
 
 def _display(writer: Any, node: nodes.Element) -> None:
-    latex = node.astext().strip()
-    if "&" in latex or r"\\" in latex:
+    latex = node.astext().strip().replace("{aligned}", "{split}")  # as the converter calls it
+    if "&" in latex and "{split}" not in latex:
         latex = rf"\begin{{split}}{latex}\end{{split}}"
     writer.body.append(f'<div class="math">{convert(latex, display="block")}</div>')
     raise nodes.SkipNode
