@@ -10,7 +10,7 @@ from magma_optax._doors.describe import Masking, describe_masking
 from magma_optax._doors.magma import magma
 from magma_optax._doors.skip_update import skip_update
 from magma_optax._doors.summary import summarize
-from magma_optax._doors.with_magma import with_magma
+from magma_optax._doors.with_magma import WithMagmaState, with_magma
 from magma_optax._step.algorithm import Score
 from magma_optax._step.state import MagmaState
 
@@ -18,6 +18,7 @@ __all__ = [
     "MagmaState",
     "Masking",
     "Score",
+    "WithMagmaState",
     "attention",
     "attention_and_mlp",
     "control",
