@@ -45,10 +45,10 @@ def report(config: TrainConfig) -> None:
     size = f"{config.preset}: {count:,} parameters, {model.vocab_size:,} token ids"
     say(size + ("" if named(config) else " (the preset's; --data and --tokenizer name others)"))
     say(optimizers.describe(config.optimizer, blocks, shapes))
-    say(f"{text.batch_size} x {text.seq_len} tokens a step, {model.dtype}, {model.attention}")
+    say(f"{text.batch_size} x {text.seq_len} tokens per step, {model.dtype}, {model.attention}")
     flops = step_flops(model, text.batch_size, text.seq_len)
     devices = len(topology.devices(slice_))
-    say(f"a step's products: {flops:.3g} FLOP, {flops / devices:.3g} a device\n")
+    say(f"a step's products: {flops:.3g} FLOP, {flops / devices:.3g} per device\n")
     say(HEADER)
     for name, build in programs(config, model, tx).items():
         say(row(name, build()))

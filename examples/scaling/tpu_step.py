@@ -20,7 +20,7 @@ from examples.llama.step import decays, layer_blocks
 from examples.llama.train_config import TrainConfig
 
 HEADER = (
-    "| step | memory a device | added | collectives in a run | added | sent a device | added "
+    "| step | memory per device | added | collectives in a run | added | sent per device | added "
     "| FLOP | bytes accessed | CPU time to compile | to the base's |"
 )
 

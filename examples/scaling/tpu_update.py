@@ -29,8 +29,8 @@ from examples.scaling.step import lower_update
 from magma_optax import attention_and_mlp, describe_masking, magma, skip_update, with_magma
 
 HEADER = (
-    "| update | HBM traffic a device | to the base's | memory a device | added "
-    "| collectives | sent a device | largest array | FLOP to the base's | CPU time to compile "
+    "| update | HBM traffic per device | to the base's | memory per device | added "
+    "| collectives | sent per device | largest array | FLOP to the base's | CPU time to compile "
     "| to the base's |"
 )
 

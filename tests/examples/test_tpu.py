@@ -221,7 +221,7 @@ def test_the_trainer_says_what_its_run_would_need(capsys, tmp_path, monkeypatch)
     out = capsys.readouterr().out
     assert "v5e:2x4: 8 TPU v5 lite devices on 2 host(s)" in out
     assert "257 token ids (the preset's" in out
-    assert "16 x 128 tokens a step, bfloat16, splash" in out
+    assert "16 x 128 tokens per step, bfloat16, splash" in out
     rows = {name: cells for name, *cells in table(out)}
     assert list(rows) == ["train step", "start", "validation", "samples"]
     assert "all-reduce" in rows["train step"][2]

@@ -13,7 +13,7 @@ from examples.kit.aot.hlo import Collective, collectives
 from examples.kit.options import SettingsError
 
 HEADER = (
-    "| program | memory a device | of it arguments | collectives in a run | sent a device "
+    "| program | memory per device | of it arguments | collectives in a run | sent per device "
     "| compiler's CPU time |\n| --- | --- | --- | --- | --- | --- |"
 )
 _GIVEN = re.compile(r"(?:may|must)-alias")
