@@ -29,6 +29,11 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def how_to_watch(folder: Path) -> str:
+    """Says in one line how to look at a run while it goes on."""
+    return f"watch it with: tail -f {folder / FILE}, or tensorboard --logdir {folder}"
+
+
 def valid_loss(folder: Path, step: int) -> float | None:
     """Returns the validation loss on record after `step`, if there is one."""
     losses = [record.get("valid_loss") for record in read(folder) if record["step"] == step]

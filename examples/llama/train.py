@@ -134,6 +134,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
                 say(data.name)
                 say(f"{folder}: from step {step} to {steps}")
                 say(optimizers.describe(config.optimizer, blocks, shapes))
+                say(metrics.how_to_watch(folder))
                 say_changed_schedule(steps, folder, step)
         bar = stack.enter_context(open_bar(steps, step, hidden=not primary))
 

@@ -77,6 +77,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     say(data.name)
     say(out)
     say(optimizers.describe(config.optimizer, blocks, params))
+    say(metrics.how_to_watch(out))
 
     meter = Meter(text.batch_size * text.seq_len)
     with metrics.Metrics(out, 0) as log, open_bar(steps) as bar:

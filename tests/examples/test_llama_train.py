@@ -326,7 +326,10 @@ def test_the_optimizer_its_rate_and_what_is_masked_are_told(capsys, corpus, tmp_
         assert optimizers.describe(config.optimizer, blocks, shapes) + "\n" == expected
     argv = [*options, "--magma", "--data", str(corpus), "--out", str(tmp_path / "run")]
     assert train.main(argv) == 0
-    assert told["--magma"] in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert told["--magma"] in printed
+    out = tmp_path / "run"
+    assert f"watch it with: tail -f {out}/metrics.jsonl, or tensorboard --logdir {out}\n" in printed
 
 
 def test_a_folder_with_a_run_is_not_written_over(capsys, finished, corpus):

@@ -27,7 +27,6 @@ def matrices(path, leaf):
     return len(leaf.shape) > 1
 
 
-MUON = "with_magma(muon)Explicit"
 CASES = {
     "with_magma(adam)": lambda: with_magma(optax.adam(1e-2), where=matrices),
     "with_magma(adam)-row": lambda: with_magma(optax.adam(1e-2), where=matrices, blocks="row"),
@@ -61,8 +60,12 @@ def magma_state(state):
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    # Muon itself contracts sharded axes, which Explicit meshes refuse.
-    [(case, kind) for case in CASES for kind in ("Auto", "Explicit") if case + kind != MUON],
+    [
+        *((case, "Explicit") for case in CASES if case != "with_magma(muon)"),
+        # Muon itself contracts sharded axes, which Explicit meshes refuse.
+        *((case, "Auto") for case in ("with_magma(muon)", "with_magma(adam)-stacked")),
+        *((case, "Auto") for case in ("magma(grad)", "skip_update-row", "sparse_state")),
+    ],
 )
 def test_a_sharded_run_is_the_run_of_one_device(case, kind):
     """FSDP along one mesh axis and tensors along the other; `init` is jitted, as optax shows."""

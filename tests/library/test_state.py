@@ -62,7 +62,8 @@ def test_skip_update_keeps_a_step_and_a_key_alone():
 def test_structure_dtypes_and_weak_types_never_change(tx, x64):
     with jax.enable_x64(x64):
         state = tx.init(PARAMS)
-        _, after = tx.update(GRADS, state, PARAMS, grad=GRADS)
+        update = lambda g, s, p: tx.update(g, s, p, grad=g)[1]  # noqa: E731
+        after = jax.eval_shape(update, GRADS, state, PARAMS)
         assert jax.tree.structure(state) == jax.tree.structure(after)
         avals = [jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), s) for s in (state, after)]
         assert avals[0] == avals[1]
