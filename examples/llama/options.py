@@ -202,8 +202,8 @@ def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) ->
     default(args, "steps", recipe.steps)
     default(args, "warmup", args.steps // 10)
     default(args, "weight_decay", 0.1 if args.optimizer == "adamw" else 0.0)
+    kind = "tpu" if args.aot else platform()  # first: it says so where JAX finds no device
     count = len(topology.devices(args.aot)) if args.aot else jax.device_count()
-    kind = "tpu" if args.aot else platform()
     training_options.complete(args, recipe, kind)
     default(args, "attention", attention(kind, args.dtype, args.seq_len))
 

@@ -186,7 +186,9 @@ def test_mistakes_are_one_line(tmp_path, text, capfd, on_a_cpu):
         run(tmp_path, text, "--arms", "adamax")
     assert run(tmp_path, str(tmp_path / "nothing")) == 1
     error = capfd.readouterr().err
-    assert "nothing: no such file or folder" in error and error.count("\n") == 1
+    # Grain warns of a jaxlib before 0.11.
+    [line] = [line for line in error.splitlines() if not line.startswith("WARNING:absl:Grain")]
+    assert "nothing: no such file or folder" in line
 
 
 def test_the_papers_size_by_default(monkeypatch):
