@@ -25,4 +25,13 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_debug_key_reuse", True)
+
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture
+def keys_are_used_once():
+    """JAX checks while tracing that no key is used twice; that takes a sixth of the time."""
+    with jax.debug_key_reuse(True):
+        yield

@@ -99,11 +99,12 @@ def test_traffic_stays_at_what_the_arithmetic_says(form, bound):
 
 
 def test_traffic_with_a_bfloat16_moment():
-    assert traffic("with_magma", base="mu") <= 1.30 * traffic("base", base="mu")
+    # The base reads and writes 24 bytes per parameter then, where it was 28.
+    assert traffic("with_magma", base="mu") <= 1.30 * traffic("base") * 24 / 28
 
 
 def test_traffic_of_separate_leaves():
-    assert traffic("with_magma", separate=True) <= 1.26 * traffic("base", separate=True)
+    assert traffic("with_magma", separate=True) <= 1.26 * traffic("base")
 
 
 @pytest.mark.parametrize("form", FORMS)

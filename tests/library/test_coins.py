@@ -16,6 +16,8 @@ from flax import nnx
 
 from magma_optax import magma, skip_update, stacked
 
+pytestmark = pytest.mark.usefixtures("keys_are_used_once")
+
 # Statistics are compared at SIGMAS standard errors. A normally distributed number is farther off
 # once in 1.7 million; all tests here together compare fewer than 10,000 numbers, so that a fair and
 # independent stream fails with a probability below 0.6 %. Seeds are fixed: what passes once, passes

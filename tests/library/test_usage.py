@@ -12,6 +12,8 @@ from flax.training.train_state import TrainState
 
 from magma_optax import magma, skip_update, summarize, with_magma
 
+pytestmark = pytest.mark.usefixtures("keys_are_used_once")
+
 TARGET = jax.random.normal(jax.random.key(0), (6, 4))
 PARAMS = {"dense": {"kernel": jnp.zeros((6, 4)), "bias": jnp.zeros(4)}}
 
