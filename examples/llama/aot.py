@@ -14,7 +14,6 @@ from examples.kit.aot import topology
 from examples.kit.aot.program import HEADER, Program, compiled, row
 from examples.kit.console import say
 from examples.kit.loss import cross_entropy
-from examples.kit.options import SettingsError
 from examples.kit.step import Batch
 from examples.llama import sharding
 from examples.llama.config import LlamaConfig
@@ -69,15 +68,11 @@ def mesh(config: TrainConfig) -> jax.sharding.Mesh:
     """Returns the mesh of the topology's devices.
 
     Raises:
-        SettingsError: If it doesn't suit the slices or the hosts.
+        SettingsError: As `sharding.mesh_and_share`.
     """
     devices = topology.devices(str(config.devices.topology))
-    try:
-        made = sharding.make_mesh(config.devices.mesh, config.devices.explicit, devices)
-        sharding.reader(made, config.text.batch_size)
-    except ValueError as error:
-        raise SettingsError(f"--mesh: {error}") from None
-    return made
+    sizes, explicit = config.devices.mesh, config.devices.explicit
+    return sharding.mesh_and_share(sizes, explicit, config.text.batch_size, devices)[0]
 
 
 def programs(

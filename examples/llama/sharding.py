@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from examples.kit.mesh import device_mesh
+from examples.kit.options import SettingsError
 from examples.kit.paths import path_string
 from examples.kit.step import cut
 from examples.llama.config import LlamaConfig
@@ -91,6 +92,33 @@ def make_mesh(
     shape = [sizes[name] for name in AXES]
     devices = jax.devices() if devices is None else devices
     return device_mesh(shape, AXES, (kind, kind, AxisType.Auto), devices)
+
+
+def mesh_and_share(
+    sizes: Mapping[str, int],
+    explicit: bool,
+    rows: int,
+    devices: Sequence[jax.Device] | None = None,
+) -> tuple[Mesh, int, int]:
+    """Returns `make_mesh` of the devices, and which share of a batch this process reads.
+
+    Args:
+        sizes: As for `make_mesh`.
+        explicit: As for `make_mesh`.
+        rows: Of a batch, over all processes.
+        devices: As for `make_mesh`.
+
+    Returns:
+        The mesh, and what `reader` does.
+
+    Raises:
+        SettingsError: If the mesh doesn't suit the slices or the hosts.
+    """
+    try:
+        mesh = make_mesh(sizes, explicit, devices)
+        return mesh, *reader(mesh, rows)
+    except ValueError as error:
+        raise SettingsError(f"--mesh: {error}") from None
 
 
 def describe(mesh: Mesh) -> str:

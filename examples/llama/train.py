@@ -68,11 +68,9 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
     blocks = layer_blocks(config.model.scan_layers)
     with hosts.together():
         tx, learning_rate = optimizers.make(config.optimizer, blocks, decays)
-        mesh = sharding.make_mesh(config.devices.mesh, config.devices.explicit)
-        try:
-            share, shares = sharding.reader(mesh, text.batch_size)
-        except ValueError as error:
-            raise SettingsError(f"--mesh: {error}") from None
+        mesh, share, shares = sharding.mesh_and_share(
+            config.devices.mesh, config.devices.explicit, text.batch_size
+        )
         data = text.load(share, shares)
         held_out = HeldOut.of(data)
         try:
