@@ -40,12 +40,12 @@ from examples.kit.options import Parser, SettingsError, local_path, number, seco
 from examples.kit.records import data_name
 from examples.llama import verdict
 from examples.paper import RESULTS, report, table1_llama
-from examples.paper.arms import Arm, magma, plain, then
+from examples.paper.arms import Arm, family, then
 from examples.paper.experiment import Experiment
 from examples.paper.runner import Sweep, execute, find_devices
 from examples.paper.search import RATIO, Search, summarise
 from examples.paper.tasks import llama as laboratory
-from magma_optax import attention_and_mlp, control, mean_multiplier, skip_update
+from magma_optax import attention_and_mlp, control, mean_multiplier
 
 OPTIMIZERS = [name for name in LEARNING_RATES if name != "adamw"]  # adam, without decay
 FACTORS = {"/4": 0.25, "/2": 0.5, "": 1.0, "*2": 2.0}  # of the constant, where it is tuned
@@ -57,16 +57,15 @@ def arms_of(name: str) -> dict[str, Arm]:
     def base():
         return direction(name)
 
+    rate = LEARNING_RATES[name][0]
+    arms = family(name, base, rate)
+
     def constant(factor: float) -> Arm:
         multiplier = factor * mean_multiplier(MOMENTUM_DECAYS[name])
         return Arm(then(base, lambda _: control(multiplier, where=attention_and_mlp)), RATIO * rate)
 
-    rate = LEARNING_RATES[name][0]
-    skip = then(base, lambda key: skip_update(0.5, where=attention_and_mlp, key=key))
     return {
-        name: Arm(plain(base), rate),
-        f"{name}+magma": Arm(magma(base), RATIO * rate),
-        f"{name}+skip": Arm(skip, rate),
+        **{arm: arms[arm] for arm in (name, f"{name}+magma", f"{name}+skip")},
         **{f"{name}+constant{sign}": constant(factor) for sign, factor in FACTORS.items()},
     }
 
@@ -94,7 +93,6 @@ def make_parser() -> Parser:
     """Returns the command line's parser."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     table1_llama.add_task_options(parser)
-    parser.set_defaults(steps=None)
     add = parser.add_argument
     add("--optimizer", choices=OPTIMIZERS, default="adam", help="the base (%(default)s)")
     add("--tune-multiplier", action="store_true", help="also try a quarter, half, twice of it")

@@ -7,6 +7,7 @@ parameters, with another masking. Nothing is run and no TPU is needed, only the 
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 
@@ -18,17 +19,18 @@ from examples.llama.aot import programs, with_vocabulary
 from examples.llama.options import parser, resolve
 from examples.llama.step import decays, layer_blocks
 from examples.llama.train_config import TrainConfig
+from examples.scaling.comparison import print_table, status
 
-HEADER = (
-    "| step | memory per device | added | collectives in a run | added | sent per device | added "
-    "| FLOP | bytes accessed | CPU time to compile | to the base's |"
+TITLES = (
+    *("step", "memory per device", "added", "collectives in a run", "added", "sent per device"),
+    *("added", "FLOP", "bytes accessed", "CPU time to compile", "to the base's"),
 )
+MASKINGS = {"base": "none", "SkipUpdate": "skip", "Magma": "magma"}
 
 
-def row(name: str, program: Program, base: Program) -> str:
+def cells(program: Program, base: Program) -> list[str]:
     """One line of the table; FLOP and bytes accessed are relative to `base`, the bare base's."""
-    cells = [
-        name,
+    return [
         f"{program.memory / 2**30:.3f} GiB",
         f"{program.memory - base.memory:,} B",
         by_kind(program.runs),
@@ -40,7 +42,6 @@ def row(name: str, program: Program, base: Program) -> str:
         f"{program.seconds:.0f} s",
         f"{program.seconds / base.seconds:.2f}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def compare(config: TrainConfig) -> None:
@@ -48,29 +49,26 @@ def compare(config: TrainConfig) -> None:
 
     Raises:
       SettingsError: without a topology, or for one that the mesh doesn't suit.
+      DataError: if the data or the tokenizer that decides the vocabulary isn't there.
     """
     if config.devices.topology is None:
         raise SettingsError("name the slice with --aot, such as --aot v5p:4x4x4")
     model = with_vocabulary(config)
     print(topology.describe(config.devices.topology))
-    print(f"\n{HEADER}\n|{' --- |' * (HEADER.count('|') - 1)}")
-    base = None
-    for masking, name in (("none", "base"), ("skip", "SkipUpdate"), ("magma", "Magma")):
+
+    def step(masking: optimizers.Masking) -> Program:
         chosen = dataclasses.replace(config.optimizer, masking=masking)
         tx, _ = optimizers.make(chosen, layer_blocks(model.scan_layers), decays)
-        program = programs(config, model, tx)["train step"]()
-        base = base or program
-        print(row(name, program, base), flush=True)
+        return programs(config, model, tx)["train step"]()
+
+    steps = {name: functools.partial(step, masking) for name, masking in MASKINGS.items()}
+    print_table(TITLES, steps, cells)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    try:
-        compare(resolve(parser("python -m examples.scaling.tpu_step").parse(argv)))
-    except SettingsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    options = parser("python -m examples.scaling.tpu_step")
+    return status(lambda: compare(resolve(options.parse(argv))))
 
 
 if __name__ == "__main__":

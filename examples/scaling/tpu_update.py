@@ -9,6 +9,7 @@ reads from its memory (HBM) and writes to it, counted from the program.
 """
 
 import argparse
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -24,14 +25,15 @@ from examples.kit.aot.program import Program, by_kind, compiled
 from examples.kit.aot.traffic import hbm_bytes
 from examples.kit.mesh import device_mesh
 from examples.kit.options import Parser, SettingsError, whole
+from examples.scaling.comparison import print_table, status
 from examples.scaling.models import EXPERTS, NAMES, axes, make
 from examples.scaling.step import lower_update
 from magma_optax import attention_and_mlp, describe_masking, magma, skip_update, with_magma
 
-HEADER = (
-    "| update | HBM traffic per device | to the base's | memory per device | added "
-    "| collectives | sent per device | largest array | FLOP to the base's | CPU time to compile "
-    "| to the base's |"
+TITLES = (
+    *("update", "HBM traffic per device", "to the base's", "memory per device", "added"),
+    *("collectives", "sent per device", "largest array", "FLOP to the base's"),
+    *("CPU time to compile", "to the base's"),
 )
 
 
@@ -42,17 +44,16 @@ def layer_or_expert(path: str, leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return (0, 1) if "experts" in path.split("/") else (0,)
 
 
-def updates(args: argparse.Namespace) -> dict[str, optax.GradientTransformation]:
+def updates(
+    args: argparse.Namespace, blocks: optimizers.Blocks
+) -> dict[str, optax.GradientTransformation]:
     """Return the base and the three forms of masking by name."""
     moments = {"mu_dtype": jnp.bfloat16} if args.moment_dtype == "bfloat16" else {}
     if args.optimizer == "adam":
         base = optax.adam(1e-3, **moments)
     else:
         base = optax.chain(optimizers.direction(args.optimizer), optax.scale(-1e-3))
-    options = {
-        "where": attention_and_mlp,
-        "blocks": "leaf" if args.layers == "separate" else layer_or_expert,
-    }
+    options = {"where": attention_and_mlp, "blocks": blocks}
     return {
         args.optimizer: base,
         "skip_update": optax.chain(base, skip_update(**options)),
@@ -61,11 +62,10 @@ def updates(args: argparse.Namespace) -> dict[str, optax.GradientTransformation]
     }
 
 
-def row(name: str, program: Program, base: Program) -> str:
+def cells(program: Program, base: Program) -> list[str]:
     """One line of the table, `base` being the bare base's program."""
     moved = hbm_bytes(program.text)
-    cells = [
-        name,
+    return [
         f"{moved / 1e9:.3f} GB",
         f"{moved / hbm_bytes(base.text):.3f}",
         f"{program.memory / 2**30:.3f} GiB",
@@ -77,7 +77,6 @@ def row(name: str, program: Program, base: Program) -> str:
         f"{program.seconds:.1f} s",
         f"{program.seconds / base.seconds:.2f}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def mesh(text: str) -> dict[str, int]:
@@ -105,7 +104,6 @@ def parser() -> Parser:
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters")
     add("--moment-dtype", choices=["float32", "bfloat16"], default="float32", help="of Adam's mu")
     add("--mesh-axes", choices=["auto", "explicit"], default="auto", help="type (%(default)s)")
-
     return parser
 
 
@@ -132,31 +130,20 @@ def compare(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise SettingsError(f"--mesh: {error}") from None
     model = make(args.model, made, args.dtype, args.layers == "separate")
+    blocks = "leaf" if args.layers == "separate" else layer_or_expert
     print(topology.describe(args.topology))
-    arms = updates(args)
-    print(
-        describe_masking(
-            model.params,
-            where=attention_and_mlp,
-            blocks="leaf" if args.layers == "separate" else layer_or_expert,
-        ).summary
-    )
-    print(f"\n{HEADER}\n|{' --- |' * (HEADER.count('|') - 1)}")
-    base = None
-    for name, tx in arms.items():
-        program = compiled(lambda tx=tx: lower_update(tx, model.params, model.specs, made))
-        base = base or program
-        print(row(name, program, base), flush=True)
+    print(describe_masking(model.params, where=attention_and_mlp, blocks=blocks).summary)
+
+    def update(tx: optax.GradientTransformation) -> Program:
+        return compiled(lambda: lower_update(tx, model.params, model.specs, made))
+
+    arms = updates(args, blocks).items()
+    print_table(TITLES, {name: functools.partial(update, tx) for name, tx in arms}, cells)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    try:
-        compare(parser().parse(argv))
-    except SettingsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status(lambda: compare(parser().parse(argv)))
 
 
 if __name__ == "__main__":

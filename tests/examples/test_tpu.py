@@ -285,3 +285,11 @@ def test_the_vocabulary_is_the_datas_or_else_the_presets(tmp_path):
     (tmp_path / "text.txt").write_text("some text\n")
     assert size() == 32_000
     assert size("--data", str(tmp_path)) == 257
+
+
+def test_what_the_tables_cannot_compile_is_one_line(capsys):
+    step = refusal(capsys, tpu_step.main, ["--aot", SLICE, "--data", "/nowhere"])
+    assert "/nowhere" in step
+    assert "name the slice with --aot" in refusal(capsys, tpu_step.main, [])
+    update = refusal(capsys, tpu_update.main, [SLICE, "--mesh", "expert=8"])
+    assert "--mesh expert: 1b has the axes data, fsdp, tensor" in update
