@@ -22,7 +22,6 @@ from jax.sharding import AxisType
 from examples.kit import optimizers
 from examples.kit.aot import topology
 from examples.kit.aot.program import Program, by_kind, compiled
-from examples.kit.aot.traffic import hbm_bytes
 from examples.kit.mesh import device_mesh
 from examples.kit.options import Parser, SettingsError, whole
 from examples.scaling.comparison import print_table, status
@@ -64,10 +63,9 @@ def updates(
 
 def cells(program: Program, base: Program) -> list[str]:
     """One line of the table, `base` being the bare base's program."""
-    moved = hbm_bytes(program.text)
     return [
-        f"{moved / 1e9:.3f} GB",
-        f"{moved / hbm_bytes(base.text):.3f}",
+        f"{program.hbm_bytes / 1e9:.3f} GB",
+        f"{program.hbm_bytes / base.hbm_bytes:.3f}",
         f"{program.memory / 2**30:.3f} GiB",
         f"{program.memory - base.memory:,} B",
         by_kind(program.runs),

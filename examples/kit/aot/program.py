@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from examples.kit.aot.hlo import Collective, collectives
+from examples.kit.aot.traffic import hbm_bytes
 from examples.kit.options import SettingsError
 
 HEADER = (
@@ -50,6 +52,11 @@ class Program:
         for op in self.collectives:
             runs[op.kind] = runs.get(op.kind, 0) + op.times
         return runs
+
+    @functools.cached_property
+    def hbm_bytes(self) -> int:
+        """Bytes moved to and from memory, of a program without loops; see `traffic.hbm_bytes`."""
+        return hbm_bytes(self.text)
 
     @property
     def sent(self) -> int:
