@@ -11,6 +11,7 @@ from magma_optax._doors.magma import magma
 from magma_optax._doors.skip_update import skip_update
 from magma_optax._doors.summary import summarize
 from magma_optax._doors.with_magma import WithMagmaState, with_magma
+from magma_optax._doors.with_skip_update import with_skip_update
 from magma_optax._step.algorithm import Score
 from magma_optax._step.state import MagmaState
 
@@ -30,5 +31,6 @@ __all__ = [
     "stacked",
     "summarize",
     "with_magma",
+    "with_skip_update",
 ]
 __version__ = "0.2.0"

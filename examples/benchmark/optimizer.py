@@ -37,12 +37,22 @@ from examples.kit.records import append
 from examples.llama import sharding
 from examples.llama.config import PRESETS
 from examples.llama.step import abstract_model, make_functions
-from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
+from examples.paper.baselines.matrices import on_matrices
+from examples.paper.baselines.soap import scale_by_soap
+from magma_optax import (
+    attention_and_mlp,
+    magma,
+    skip_update,
+    stacked,
+    with_magma,
+    with_skip_update,
+)
 from magma_optax.experimental.fused import FusedAdam, fused_adam
 
 PARTS = ("step", "train", "compile", "state", "peers")
 TREES = ("matrices", *PRESETS)
-BASES = ("adam", "adamw", "rmsprop", "muon")
+BASES = ("adam", "adamw", "rmsprop", "muon", "soap")
+MATRIX_BASES = ("muon", "soap")  # whose directions are what they cost
 LEAVES = (100, 400, 2000)  # of the trees for compile times
 OUT = Path(__file__).parent / "results.jsonl"
 
@@ -73,16 +83,25 @@ def base(name: str) -> Tx:
     """Returns a bare base optimizer."""
     if name == "muon":
         return optax.chain(direction("muon"), optax.scale(-1e-3))
+    if name == "soap":
+        soap = on_matrices(scale_by_soap(), optax.scale_by_adam())
+        return optax.chain(soap, optax.scale(-1e-3))
     return optax.with_extra_args_support(getattr(optax, name)(1e-3))
 
 
 def forms(name: str, **masking: Any) -> dict[str, Tx]:
-    """Returns a base bare and in the three forms of this package."""
-    return {
+    """Returns a base bare and in the forms of this package."""
+    plain = {
         "bare": base(name),
         "skip_update": optax.chain(base(name), skip_update(**masking)),
         "with_magma": with_magma(base(name), **masking),
         "magma(grad=)": optax.chain(base(name), magma(**masking)),
+    }
+    if name not in MATRIX_BASES:  # there the lazy forms are the plain ones
+        return plain
+    return plain | {
+        "lazy skip_update": with_skip_update(base(name), **masking),
+        "lazy with_magma": with_magma(base(name), lazy=True, **masking),
     }
 
 
@@ -178,7 +197,9 @@ def layers_of_three(path: str, leaf: jax.ShapeDtypeStruct) -> int | tuple[()]:
 
 def train_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The whole training step of the Llama, and the optimizer's part of it."""
-    for name, layers in itertools.product(args.train_trees, args.layouts):
+    for name, base_name, layers in itertools.product(
+        args.train_trees, args.train_bases, args.layouts
+    ):
         flash = jax.default_backend() == "gpu"
         kind = {"dtype": "bfloat16", "attention": "cudnn"} if flash else {}
         config = dataclasses.replace(PRESETS[name], scan_layers=layers == "stacked", **kind)
@@ -190,7 +211,7 @@ def train_rows(args: argparse.Namespace) -> Iterator[Row]:
         _, shapes = abstract_model(config, 0)
         grads = filled(shapes, 0.0)
         arms = {}
-        for form, tx in forms("adam", **masking(layers, "attention+mlp")).items():
+        for form, tx in forms(base_name, **masking(layers, "attention+mlp")).items():
             if form == "magma(grad=)":  # the trainer hands on no grad
                 continue
             layout = sharding.make_layout(mesh, config, tx, shapes)
@@ -203,6 +224,7 @@ def train_rows(args: argparse.Namespace) -> Iterator[Row]:
                 alone = times[f"{form}, optimizer alone"]
                 yield {
                     "tree": name,
+                    "base": base_name,
                     "layers": layers,
                     "batch": f"{rows} x {length}",
                     "form": form,
@@ -318,10 +340,11 @@ def parser() -> Parser:
     add, count = parser.add_argument, whole(1)
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
     add("--trees", nargs="+", choices=TREES, default=["1b"] if gpu else ["matrices"])
-    add("--bases", nargs="+", choices=BASES, default=BASES, help="(all)")
+    add("--bases", nargs="+", choices=BASES, default=BASES[:4], help="(all but soap)")
     add("--layouts", nargs="+", choices=["separate", "stacked"], default=["separate"])
     add("--where", nargs="+", choices=["attention+mlp", "all"], default=["attention+mlp"])
     add("--train-trees", nargs="+", choices=list(PRESETS), default=["130m" if gpu else "nano"])
+    add("--train-bases", nargs="+", choices=BASES, default=["adam"])
     add("--batch", nargs=2, type=count, default=[64, 256], metavar=("ROWS", "LENGTH"))
     add("--leaves", nargs="+", type=count, default=LEAVES, help="of the trees for compile times")
     add("--rounds", type=count, default=5, help="turns of each arm (%(default)s)")

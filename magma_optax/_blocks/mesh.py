@@ -1,6 +1,7 @@
 """What JAX's types tell of devices: shardings on Explicit meshes, variation in ``shard_map``."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -20,6 +21,12 @@ def vary_like(leaf: jax.Array, scores: jax.Array, axis_names: Sequence[str | Non
     """Let the first scores of ``leaf`` differ along those ``axis_names`` along which it does."""
     axes = varying_axes(leaf).intersection(axis_names) if any(axis_names) else ()
     return jax.lax.pcast(scores, tuple(axes), to="varying") if axes else scores
+
+
+def vary(x: jax.Array, kind: Any) -> jax.Array:
+    """Let ``x`` differ along the mesh axes of ``shard_map`` along which the type ``kind`` does."""
+    axes = tuple(kind.manual_axis_type.varying)
+    return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 
 def typed_like(path: str, new: jax.Array, old: jax.Array) -> jax.Array:

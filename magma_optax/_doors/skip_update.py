@@ -55,15 +55,7 @@ def skip_update(
     References:
       Joo et al., *On Surprising Effectiveness of Masking Updates in Adaptive Optimizers*, 2026.
     """
-    if isinstance(survival_prob, str):
-        raise TypeError(
-            "skip_update: survival_prob must be a number or a schedule, got "
-            f"{survival_prob!r}; magma(survival_prob='alignment') samples by alignment"
-        )
-    options = Options(
-        survival_prob=survival_prob, where=where, blocks=blocks, key=key,
-        damping=False, rescale=True,
-    )  # fmt: skip
+    options = skip_update_options("skip_update", survival_prob, where, blocks, key)
 
     def init_fn(params):
         named = NamedTree(params)
@@ -73,9 +65,28 @@ def skip_update(
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
         check_kind(state, MagmaState)
-        delta = NamedTree(updates)
-        cuts = options.find_cuts(delta, NamedTree(params))
-        masked, _, state = masked_step(options, state, NamedTree(state.alignment), cuts, delta)
+        cuts = options.find_cuts(NamedTree(updates), NamedTree(params))
+        scores = NamedTree(state.alignment)
+        masked, _, state = masked_step(options, state, scores, cuts, lambda m: updates)
         return masked, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def skip_update_options(
+    name: str,
+    survival_prob: ArrayLike | Schedule,
+    where: Where | None,
+    blocks: Granularity,
+    key: ArrayLike,
+) -> Options:
+    """Return the checked options of SkipUpdate; ``name`` is the caller's, for the error."""
+    if isinstance(survival_prob, str):
+        raise TypeError(
+            f"{name}: survival_prob must be a number or a schedule, got {survival_prob!r}; "
+            "magma(survival_prob='alignment') samples by alignment"
+        )
+    return Options(
+        survival_prob=survival_prob, where=where, blocks=blocks, key=key,
+        damping=False, rescale=True,
+    )  # fmt: skip

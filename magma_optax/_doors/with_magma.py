@@ -10,11 +10,12 @@ from magma_optax._blocks.choosing import Where
 from magma_optax._blocks.cutting import AxisName, Granularity
 from magma_optax._blocks.matching import match
 from magma_optax._blocks.paths import NamedTree
-from magma_optax._doors.summary import accumulators
+from magma_optax._doors.wrapped import check_base, check_base_state
+from magma_optax._lazy.base import check_separable, update_at_once, update_lazily
 from magma_optax._moments.own import replace_momentum, update_momentum
 from magma_optax._moments.source import MomentSource
 from magma_optax._step.algorithm import ALIGNMENT, Score, masked_step
-from magma_optax._step.options import Options, Schedule, check_bool, makes_optimizer, takes
+from magma_optax._step.options import Options, Schedule, check_bool, takes
 from magma_optax._step.sparse_state import find_owners, hold_blocks, hold_dropped
 from magma_optax._step.state import MagmaState, check_kind, check_scores, init_state
 
@@ -43,6 +44,7 @@ def with_magma(
     b1: ArrayLike = 0.9,
     momentum_dtype: Any = None,
     axis_name: AxisName = None,
+    lazy: bool = False,
     damping: bool = True,
     rescale: bool = False,
     score_decay: ArrayLike | Schedule = 0.9,
@@ -94,6 +96,10 @@ def with_magma(
         average where parameters are float8.
       axis_name: mesh axis or axes that shard the parameters inside ``shard_map``: inner products
         are summed over them. Not needed with ``jit`` and ``NamedSharding``, nor with ``pmap``.
+      lazy: whether the direction of a dropped block is left out under ``jit``. The updates are the
+        same. The step costs less than the base's own where directions are what it costs, as on Muon
+        and SOAP; Adam gains nothing. ``inner`` must compute the direction of each leaf apart from
+        the others', and that of each block where ``blocks`` cut leaves.
       damping: whether the score is multiplied in. False leaves the coins alone.
       rescale: whether surviving updates are divided by p, as in the paper's theory section (not in
         its Algorithm 1).
@@ -125,18 +131,26 @@ def with_magma(
     )  # fmt: skip
     _check_first_moment(first_moment)
     check_bool("sparse_state", sparse_state)
-    _check_base(inner)
+    check_bool("lazy", lazy)
+    if lazy and sparse_state:
+        raise ValueError(
+            "lazy leaves directions out and advances every state; sparse_state holds the state of "
+            "dropped blocks. Use one of the two"
+        )
+    check_base("with_magma", inner)
     inner = optax.with_extra_args_support(inner)
     source = MomentSource(inner, first_moment, options)
+    advance = update_lazily if lazy else update_at_once
 
     def init_fn(params):
         named = NamedTree(params)
         cuts = options.find_cuts(named)
         inner_state = inner.init(params)
-        if accumulators(inner_state):
-            raise ValueError(_MULTI_STEPS)
+        check_base_state("with_magma", inner_state)
         if sparse_state:
             find_owners(inner, inner_state, named, cuts)  # Refuses what it cannot hold.
+        if lazy:
+            check_separable(inner, cuts, params, inner_state)
         momentum = source.init_momentum(params, named, inner_state, cuts)
         state = init_state(named, options.key, cuts, options.initial_score, momentum)
         return WithMagmaState(state, inner_state)
@@ -147,12 +161,13 @@ def with_magma(
         grads, momentum = NamedTree(updates), NamedTree(state.momentum)
         cuts = options.find_cuts(grads, NamedTree(params))
         scores = check_scores(state, cuts, grads)
-        delta, new_inner = inner.update(updates, old_inner, params, **extra_args)
+        arguments = updates, old_inner, params
+        directions, new_inner = advance(inner, cuts, arguments, extra_args)
 
         g = grads.arrays(cuts)
         own = match(momentum, grads, [path for path in momentum.leaves if path in cuts], "momentum")
         moments = source.read(g, own, (updates, grads), old_inner, new_inner)
-        masked, m, state = masked_step(options, state, scores, cuts, NamedTree(delta), moments)
+        masked, m, state = masked_step(options, state, scores, cuts, directions, moments)
         new = {path: update_momentum(old, g[path], b1) for path, old in own.items()}
         if sparse_state:
             new_inner = hold_dropped(inner, new_inner, old_inner, grads, cuts, m)
@@ -175,26 +190,3 @@ def _check_first_moment(first_moment: Any) -> None:
             'first_moment must be "auto", "own" or a function of the base\'s state, got '
             f"{first_moment!r}"
         )
-
-
-def _check_base(inner: Any) -> None:
-    """Refuse what is no base optimizer, or one inside which Magma must stand."""
-    if not isinstance(inner, type) and hasattr(inner, "init") and hasattr(inner, "update"):
-        if isinstance(inner, optax.MultiSteps):
-            raise ValueError(_MULTI_STEPS)
-        return
-    if makes_optimizer(inner):
-        raise TypeError(
-            f"with_magma wraps an optimizer, got the function {inner.__name__} that makes one: "
-            f"call it, as in with_magma({inner.__name__}(1e-3))"
-        )
-    raise TypeError(
-        f"with_magma wraps an optax.GradientTransformation, got {inner!r}; magma() is the link "
-        "of a chain"
-    )
-
-
-_MULTI_STEPS = (
-    "with_magma around optax.MultiSteps would score and toss coins at every micro-step: put it "
-    "inside, optax.MultiSteps(with_magma(base), every_k_schedule=k)"
-)

@@ -90,7 +90,7 @@ def masked_step(
     state: MagmaState,
     scores: NamedTree,
     cuts: dict[str, Cut],
-    delta: NamedTree,
+    directions: Callable[[PerBlock], Any],
     moments: Moments | None = None,
 ) -> tuple[Any, PerBlock, MagmaState]:
     """Score every block, toss its coin, mask its update.
@@ -100,7 +100,8 @@ def masked_step(
       state: the state after the step before.
       scores: its scores s_{t-1}, named.
       cuts: how each masked leaf is cut.
-      delta: the updates of the base.
+      directions: from the coins m_t to the updates of the base; where a block is dropped they may
+        be anything.
       moments: mu and g; None for SkipUpdate, which scores nothing.
 
     Returns:
@@ -108,6 +109,7 @@ def masked_step(
     """
     sums = block_sums(options, cuts, moments) if moments else {}
     s, m, factors = score_and_toss(options, state, scores.leaves, cuts, sums)
+    delta = NamedTree(directions(m))
 
     def mask(path: str, x: jax.Array) -> jax.Array:
         return _mask(cuts[path], x, m[path], factors[path]) if path in cuts else x

@@ -1,0 +1,1 @@
+"""Directions that are computed for surviving blocks alone."""

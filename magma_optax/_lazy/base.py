@@ -1,0 +1,206 @@
+"""A base's update in two parts: its new state now, the directions once the coins are known.
+
+The direction of a dropped block is thrown away. Where it is what a step costs, as Muon's
+orthogonalization is, leaving it out makes the step cheaper than the base's own. Nothing is known of
+the base but its update function: that is traced, and what only one leaf's direction needs is put
+into a branch on the leaf's coin, or into a loop over blocks with a branch for each.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from magma_optax._blocks.cutting import Cut
+from magma_optax._blocks.mesh import vary
+from magma_optax._blocks.paths import NamedTree
+from magma_optax._lazy.blocks import Blocks, MixesError, blocks_of
+from magma_optax._lazy.doubled import trace_doubled
+from magma_optax._lazy.program import Program, Values
+from magma_optax._lazy.split import split
+
+Directions = Callable[[Mapping[str, jax.Array]], Any]
+
+
+def update_at_once(
+    inner: optax.GradientTransformationExtraArgs,
+    cuts: dict[str, Cut],
+    arguments: tuple[Any, Any, Any],
+    extra_args: Mapping[str, Any],
+) -> tuple[Directions, Any]:
+    """Compute all directions with the state; see `update_lazily`."""
+    del cuts
+    updates, new_state = inner.update(*arguments, **extra_args)
+    return lambda m: updates, new_state
+
+
+def update_lazily(
+    inner: optax.GradientTransformationExtraArgs,
+    cuts: dict[str, Cut],
+    arguments: tuple[Any, Any, Any],
+    extra_args: Mapping[str, Any],
+) -> tuple[Directions, Any]:
+    """Advance the state of a base; its directions are computed when asked for.
+
+    Outside ``jit`` all is computed at once: a branch would have to wait for its coin.
+
+    Args:
+      inner: the base.
+      cuts: how each masked leaf is cut.
+      arguments: gradients, state and parameters.
+      extra_args: for the base.
+
+    Returns:
+      A function of the coins m_t, by path, that returns the base's updates, with zeros in the place
+      of the dropped blocks whose direction was left out; and the new state.
+
+    Raises:
+      ValueError: the base is not separable by leaf, or by block; with the path.
+    """
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+        return update_at_once(inner, cuts, arguments, extra_args)
+    update = LazyUpdate(inner, cuts, arguments, extra_args)
+    return update.directions, update.new_state()
+
+
+def check_separable(
+    inner: optax.GradientTransformationExtraArgs, cuts: dict[str, Cut], params: Any, state: Any
+) -> None:
+    """Raise what `update_lazily` would; nothing if the update needs what only a real step has."""
+    arguments = params, state, params
+    try:
+        jax.eval_shape(inner.update, *arguments)
+    except Exception:  # A fault of the base itself shows again at the real update.
+        return
+    LazyUpdate(inner, cuts, arguments, {})
+
+
+class LazyUpdate:
+    """One update of a base, traced and split."""
+
+    def __init__(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        cuts: dict[str, Cut],
+        arguments: tuple[Any, Any, Any],
+        extra_args: Mapping[str, Any],
+    ) -> None:
+        """Trace and split it; nothing is computed yet. Arguments and errors: `update_lazily`."""
+        update = functools.partial(inner.update, **extra_args)
+        self._program = Program.trace(update, *arguments)
+        self._delta, self._state = self._program.shapes
+        paths = [path for path, _ in NamedTree(self._delta).pairs]
+        values = self._program.outputs[: len(paths)]
+        self._direction = dict(zip(paths, values, strict=True))
+        gradients, state, _ = (len(jax.tree.leaves(tree)) for tree in arguments)
+        inputs = self._program.inputs
+        arrays = [*inputs[:gradients], *inputs[gradients + state :]]
+        masked = [path for path in self._direction if path in cuts]
+        self._always, self._alone = split(self._program, self._direction, masked, arrays)
+        self._cuts, self._arguments = cuts, arguments
+        self._blocks = self._find_blocks(update, inner.init)
+        self._values: Values = {}
+
+    def _find_blocks(
+        self, update: Callable[..., Any], init: Callable[[Any], Any]
+    ) -> dict[str, Blocks]:
+        sizes = {path: blocks_of(self._cuts[path]) for path in self._alone}
+        doubled = {}
+        for number in sorted({number for of_leaf in sizes.values() for number in of_leaf}):
+            axes = {
+                p: self._cuts[p].axes[number] for p, of_leaf in sizes.items() if number in of_leaf
+            }
+            try:
+                doubled[number] = trace_doubled(update, init, self._arguments, axes)
+            except (TypeError, ValueError) as error:
+                raise ValueError(_NOT_BY_BLOCK.format(next(iter(axes)), error)) from error
+        found = {}
+        for path, of_leaf in sizes.items():
+            if not of_leaf:
+                continue
+            try:
+                programs = {number: doubled[number] for number in of_leaf}
+                found[path] = Blocks(self._program, programs, of_leaf)
+                found[path].check(self._alone[path])
+            except MixesError as error:
+                raise ValueError(_MIXES.format(path, error)) from error
+        return found
+
+    def new_state(self) -> Any:
+        """Compute all that does not wait for a coin."""
+        given = map(jnp.asarray, jax.tree.leaves(self._arguments))
+        values = self._program.known | dict(zip(self._program.inputs, given, strict=True))
+        self._values = values | self._program.run(self._always, values)
+        leaves = [self._values[value] for value in self._program.outputs[len(self._direction) :]]
+        return jax.tree.unflatten(jax.tree.structure(self._state), leaves)
+
+    def directions(self, m: Mapping[str, jax.Array]) -> Any:
+        """Compute the base's updates, but for the dropped blocks."""
+
+        def of(path: str, _: Any) -> jax.Array:
+            if path in self._blocks:
+                return self._block_by_block(path, m[path])
+            if path in self._alone:
+                return self._of_leaf(path, m[path])
+            return self._values[self._direction[path]]
+
+        return NamedTree(self._delta).map(of)
+
+    def _of_leaf(self, path: str, m: jax.Array) -> jax.Array:
+        value = self._direction[path]
+
+        def compute() -> jax.Array:
+            return self._program.run(self._alone[path], self._values)[value]
+
+        return jax.lax.cond(m.reshape(()), compute, lambda: _zeros(self._program.types[value]))
+
+    def _block_by_block(self, path: str, m: jax.Array) -> jax.Array:
+        blocks, cut, numbers = self._blocks[path], self._cuts[path], self._alone[path]
+        value = self._direction[path]
+        kind = self._program.types[value]
+        read = self._program.read_by(numbers)
+
+        def compute(index: tuple[jax.Array, ...]) -> jax.Array:
+            given = {x: blocks.cut_out(x, self._values[x], index) for x in read}
+            return blocks.run(numbers, given)[value]
+
+        def add(n: jax.Array, found: jax.Array) -> jax.Array:
+            index = _unravel(n, cut.shape)
+            survives = jax.lax.dynamic_index_in_dim(m.ravel(), n, keepdims=False)
+            zeros = functools.partial(_zeros, kind, blocks.shape(value))
+            block = jax.lax.cond(survives, lambda: compute(index), zeros)
+            start: list[Any] = [np.int32(0)] * cut.ndim
+            for axis, place in zip(cut.axes, index, strict=True):
+                start[axis] = place
+            return jax.lax.dynamic_update_slice(found, block, start)
+
+        return jax.lax.fori_loop(0, cut.size, add, _zeros(kind))
+
+
+def _unravel(n: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    index = []
+    for size in reversed(shape):
+        index.append(n % np.int32(size))
+        n = n // np.int32(size)
+    return tuple(reversed(index))
+
+
+def _zeros(kind: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """Zeros of a type: its dtype, sharding and variation over devices, its shape by default."""
+    sharding = kind.sharding if any(kind.sharding.spec) else None
+    shape = kind.shape if shape is None else shape
+    return vary(jnp.zeros(shape, kind.dtype, out_sharding=sharding), kind)
+
+
+_NOT_BY_BLOCK = (
+    "lazy: the base cannot be asked for the direction of one block of {!r}: {}. Use lazy=False"
+)
+_MIXES = (
+    "lazy: the base's direction of {!r} mixes the blocks of the leaf, or is not known to keep them "
+    "apart (in {}), so one block's cannot be left out: use blocks='leaf' or lazy=False"
+)

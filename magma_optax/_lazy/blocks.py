@@ -1,0 +1,216 @@
+"""One block of a leaf: where it lies in every array of an update, and the update of it alone.
+
+An axis of blocks is found by doubling: the update is traced as it is, and once more for each of the
+leaf's axes of blocks, for parameters with twice as many blocks along it. In both traces the same
+steps make the same values, and what doubles in size indexes blocks.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from magma_optax._blocks.cutting import Cut
+from magma_optax._lazy.primitives import ALONG, BY_SHAPE, ELEMENTWISE, OF_MATRICES
+from magma_optax._lazy.program import Program, Step, Values
+
+Index = Sequence[jax.Array]  # of a block along each of its leaf's axes of blocks
+
+
+class MixesError(Exception):
+    """A step mixes blocks, or is not known to keep them apart; its primitive's name."""
+
+
+class Blocks:
+    """The blocks of one leaf in the values of a program."""
+
+    def __init__(self, whole: Program, doubled: Mapping[int, Program], sizes: Mapping[int, int]):
+        """Compare the programs.
+
+        Args:
+          whole: the update as it is.
+          doubled: by axis of blocks (its number within the cut): with twice as many along it.
+          sizes: how many blocks there are along it.
+
+        Raises:
+          MixesError: the programs differ in more than shapes.
+        """
+        self._whole, self._doubled, self._sizes = whole, doubled, sizes
+        for other in doubled.values():
+            if _wiring(whole) != _wiring(other):
+                raise MixesError("steps that depend on the number of blocks")
+
+    def axes(self, value: int) -> list[tuple[int, ...]]:
+        """Return, for each axis of a value, the axes of blocks that it holds, slowest first.
+
+        Raises:
+          MixesError: the value holds some of them and not others, or in another order.
+        """
+        shape = self._whole.types[value].shape
+        held: list[tuple[int, ...]] = [()] * len(shape)
+        for number, program in self._doubled.items():
+            other = program.types[value].shape
+            factors = [b / a if a else 1 for a, b in zip(shape, other, strict=False)]
+            if len(other) != len(shape) or sorted(factors) not in (
+                [1] * len(shape),
+                sorted([1] * (len(shape) - 1) + [2]),
+            ):
+                raise MixesError("shapes")
+            if 2 in factors:
+                held[factors.index(2)] += (number,)
+        if [number for axis in held for number in axis] not in ([], sorted(self._doubled)):
+            raise MixesError("shapes")
+        return held
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        """Return the shape of one block's part of a value."""
+        sizes = self._whole.types[value].shape
+        return tuple(
+            size // math.prod(self._sizes[number] for number in numbers)
+            for size, numbers in zip(sizes, self.axes(value), strict=True)
+        )
+
+    def holds(self, value: int) -> bool:
+        """Whether a value has a part for each block."""
+        return any(self.axes(value))
+
+    def cut_out(self, value: int, x: jax.Array, index: Index) -> jax.Array:
+        """Return the part of a value, ``x``, that belongs to one block."""
+        for axis, (numbers, size) in enumerate(
+            zip(self.axes(value), self.shape(value), strict=True)
+        ):
+            if len(numbers) > 1:  # Two axes of blocks in one: their order does not show.
+                raise MixesError("shapes")
+            for number in numbers:
+                x = jax.lax.dynamic_slice_in_dim(x, index[number] * size, size, axis)
+        return x
+
+    def check(self, numbers: Iterable[int]) -> None:
+        """Raise a MixesError if one of these steps mixes blocks."""
+        for number in numbers:
+            step = self._whole.steps[number]
+            if not self._keeps_apart(step):
+                raise MixesError(step.name)
+            for body in self._bodies(step):
+                body.check(range(len(body._whole.steps)))
+
+    def run(self, numbers: Iterable[int], values: Values) -> Values:
+        """Compute these steps for one block, as `Program.run` does for all."""
+        return self._whole.run(numbers, values, self._compute)
+
+    def _compute(self, step: Step, arguments: list[Any]) -> Sequence[Any]:
+        if not any(map(self.holds, (*step.inputs, *step.outputs))):
+            return step.bind(arguments)
+        match step.name:
+            case "broadcast_in_dim":
+                return step.bind(arguments, shape=self.shape(step.outputs[0]))
+            case "reshape":
+                return step.bind(arguments, new_sizes=self.shape(step.outputs[0]))
+            case "scan" | "while" | "cond":
+                return self._control_flow(step, arguments)
+        return step.bind(arguments)
+
+    def _control_flow(self, step: Step, arguments: list[Any]) -> Sequence[Any]:
+        params, bodies = step.eqn.params, [body._call for body in self._bodies(step)]
+        if step.name == "cond":
+            index, *operands = arguments
+            return jax.lax.switch(index, bodies, *operands)
+        if step.name == "while":
+            first, second = params["cond_nconsts"], params["body_nconsts"]
+            of_cond, of_body = arguments[:first], arguments[first : first + second]
+            goes_on, body = bodies
+            return jax.lax.while_loop(
+                lambda carry: goes_on(*of_cond, *carry)[0],
+                lambda carry: body(*of_body, *carry),
+                arguments[first + second :],
+            )
+        first, second = params["num_consts"], params["num_carry"]
+        consts, carry = arguments[:first], arguments[first : first + second]
+
+        def repeat(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = bodies[0](*consts, *carry, *xs)
+            return made[:second], made[second:]
+
+        settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carry, ys = jax.lax.scan(repeat, carry, arguments[first + second :], **settings)
+        return [*carry, *ys]
+
+    def _bodies(self, step: Step) -> list["Blocks"]:
+        def doubled(n: int) -> dict[int, Program]:
+            return {k: other.steps[step.number].bodies[n] for k, other in self._doubled.items()}
+
+        return [Blocks(body, doubled(n), self._sizes) for n, body in enumerate(step.bodies)]
+
+    def _call(self, *arguments: Any) -> list[Any]:
+        program = self._whole
+        given = program.known | dict(zip(program.inputs, arguments, strict=True))
+        values = given | self.run(range(len(program.steps)), given)
+        return [values[value] for value in program.outputs]
+
+    def _keeps_apart(self, step: Step) -> bool:
+        inputs = [axes for axes in map(self.axes, step.inputs) if any(axes)]
+        outputs = [any(axes) for axes in map(self.axes, step.outputs)]
+        name, params = step.name, step.eqn.params
+        if name == "scan":  # A scan over blocks would show here.
+            lengths = {p.steps[step.number].eqn.params["length"] for p in self._doubled.values()}
+            return lengths == {params["length"]}
+        if name in ("while", "cond"):
+            return True
+        if not inputs:  # Made of what all blocks share: the same for each, or made for all at once.
+            return name == "broadcast_in_dim" or not any(outputs)
+        if not all(outputs):
+            return False
+        along = {axis for axes in inputs for axis, numbers in enumerate(axes) if numbers}
+        if name in ALONG:
+            named = params[ALONG[name]]
+            return not along & set(named if isinstance(named, tuple) else (named,))
+        if name in OF_MATRICES:
+            return all(axis < len(axes) - 2 for axes in inputs for axis in along)
+        if name == "reshape":
+            return params["dimensions"] is None and self._reshapes_in_order(step)
+        return name in ELEMENTWISE or name in BY_SHAPE
+
+    def _reshapes_in_order(self, step: Step) -> bool:
+        """Whether axes of blocks come first among the axes that are split or merged with them."""
+        before, after = step.inputs[0], step.outputs[0]
+        shapes = [self._whole.types[value].shape for value in (before, after)]
+        return all(
+            self._blocks_come_first(before, first) and self._blocks_come_first(after, second)
+            for first, second in _groups(*shapes)
+        )
+
+    def _blocks_come_first(self, value: int, group: range) -> bool:
+        whole, axes, one = self._whole.types[value].shape, self.axes(value), self.shape(value)
+        inside = False  # whether an axis within blocks has been passed
+        for axis in group:
+            if axes[axis] and inside:
+                return False
+            inside = inside or (one if axes[axis] else whole)[axis] > 1
+        return True
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
+    """Return the shortest runs of axes that a reshape maps onto each other."""
+    groups, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start, first, left, right = i, j, 1, 1
+        while (i == start or j == first or left != right) and (i < len(before) or j < len(after)):
+            if j == len(after) or (i < len(before) and left <= right):
+                left, i = left * before[i], i + 1
+            else:
+                right, j = right * after[j], j + 1
+        groups.append((range(start, i), range(first, j)))
+    return groups
+
+
+def _wiring(program: Program) -> list[Any]:
+    return [
+        (step.name, step.inputs, step.outputs, [_wiring(body) for body in step.bodies])
+        for step in program.steps
+    ]
+
+
+def blocks_of(cut: Cut) -> dict[int, int]:
+    """Return how many blocks lie along each axis of blocks that has more than one, by number."""
+    return {number: size for number, size in enumerate(cut.shape) if size > 1}
