@@ -14,7 +14,7 @@ How the multiplier varies around it is the KIND:
 
 `^POWER`, `/mean` and `*mask` can be combined, in this order. Bases are those of the experiment,
 such as adam, muon, and c_adam, which masks single elements. The scores are in
-`examples.paper.baselines.aligned`. None of them costs more than Magma.
+`examples.paper.baselines.aligned`; they need no buffer that Magma doesn't need.
 """
 
 import argparse
