@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from examples.kit.console import say
-from examples.kit.options import Parser, local_path, number, seconds, whole
+from examples.kit.options import Parser, SettingsError, local_path, number, seconds, whole
 from examples.paper import report
 from examples.paper.arms import Arm
 from examples.paper.experiment import Experiment
@@ -73,8 +73,12 @@ def searches_of(
     """
     centres = dict(args.centre)
     for name in [*names, *centres]:
-        if name not in arms:
+        try:
+            arms[name]
+        except KeyError:
             sys.exit(f"error: no arm {name!r}; there are {', '.join(arms)}")
+        except SettingsError as error:  # a name that spells its arm out, wrongly
+            sys.exit(f"error: {error}")
     if args.fixed_rate:
         return [
             Search(name, rate, args.seeds, args.reach, fixed=True)

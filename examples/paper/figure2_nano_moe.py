@@ -11,7 +11,8 @@ that all works, not which is best. On GPUs, one process each:
 The paper's own length is 50,000 steps of 491,520 tokens, the default of that preset. Magma has a
 coin per tensor or per expert. Model and losses are those of `examples.nanomoe`. Repeating a command
 goes on where it stopped, and runs nothing that is recorded; `python -m examples.paper.report FILE`
-shows the tables and draws the curves.
+shows the tables and draws the curves. Arms beyond the paper, such as `adam+aligned@0.1386`, are
+spelled out in `examples.paper.beyond`.
 """
 
 from examples.kit import interrupts
@@ -33,6 +34,7 @@ from examples.nanomoe.step import expert_axis, matrices
 from examples.paper import RESULTS
 from examples.paper.arms import Arm, Base, Build, family, magma, plain
 from examples.paper.baselines.c_adam import scale_by_c_adam
+from examples.paper.beyond import Beyond
 from examples.paper.command import (
     add_arms_option,
     add_search_options,
@@ -64,6 +66,7 @@ adam = decayed(lambda: direction("adam", B2))
 c_adam = decayed(lambda: scale_by_c_adam(b2=B2))
 muon = decayed(lambda: direction("muon", B2))
 
+BASES: dict[str, Base] = {"adam": adam, "c_adam": c_adam, "muon": muon}
 UNCLIPPED = {
     **family("adam", adam, CENTRE),
     "adam+magma/expert": Arm(magma(adam, blocks=expert_axis), 2 * CENTRE),
@@ -71,7 +74,7 @@ UNCLIPPED = {
     **family("muon", muon, 2 * CENTRE),
 }
 ARMS = {name: Arm(clipped(arm.build), arm.centre) for name, arm in UNCLIPPED.items()}
-EXPERIMENT = Experiment("examples.paper.figure2_nano_moe", Task, ARMS)
+EXPERIMENT = Experiment("examples.paper.figure2_nano_moe", Task, Beyond(ARMS, BASES, clipped))
 
 
 def make_task(args: argparse.Namespace, platform: str) -> Task:

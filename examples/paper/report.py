@@ -3,7 +3,8 @@
     python -m examples.paper.report examples/paper/results/llama_40m.jsonl
 
 prints two tables for each task in the file and draws its losses beside it: each arm at its best
-rate, and each arm at every rate.
+rate, and each arm at every rate. `--against ARM` prints a third, in which seed 0 chooses each arm's
+rate and the other seeds alone say how good it is, seed by seed beside ARM.
 """
 
 from examples.kit import interrupts
@@ -126,6 +127,36 @@ def rate_table(found: Sequence[Record], names: Sequence[str]) -> str:
             line.append(spread(values(runs, "test_accuracy"), accuracy))
         lines.append(line)
     return markdown(lines)
+
+
+def fresh_table(found: Sequence[Record], names: Sequence[str], against: str) -> str:
+    """Returns each arm's losses on the seeds that chose nothing, and how far from another arm.
+
+    Args:
+        found: Records of one task.
+        names: Which arms.
+        against: The arm that the others are compared with, seed by seed.
+    """
+    heads = ["arm", "best rate", "interior", f"seed {TUNED}", "fresh seeds", "number",
+             f"against {against}, seed by seed"]  # fmt: skip
+    lines = [heads, ["---"] * len(heads)]
+    other = fresh_losses(found, against)
+    for name in names:
+        best, fresh = summarise(found, name).best, fresh_losses(found, name)
+        shared = [seed for seed in fresh if seed in other and name != against]
+        line = [name, f"{best.learning_rate:g}", "yes" if best.interior else "**no, edge**"]
+        line += [f"{best.loss:.4f}", spread([*fresh.values()], COLUMNS["valid_loss"])]
+        line += [str(len(fresh)), ", ".join(f"{fresh[s] - other[s]:+.3f} ({s})" for s in shared)]
+        lines.append(line)
+    return markdown(lines)
+
+
+def fresh_losses(found: Sequence[Record], arm: str) -> dict[int, float]:
+    """Returns the losses at the rate that seed 0 chose, of all other seeds, by seed."""
+    rate = summarise(found, arm).best.learning_rate
+    runs = select(found, {"arm": arm, "learning_rate": rate})
+    seen = {record["settings"]["seed"]: valid_loss(record) for record in runs}
+    return {seed: seen[seed] for seed in sorted(seen) if seed != TUNED}
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -287,6 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--figure", type=local_path, help="the figure (default: beside the records)"
     )
+    parser.add_argument("--against", metavar="ARM", help="compare fresh seeds with this arm's")
     args = parser.parse_args(argv)
     try:
         groups = by_task(records.read(args.records))
@@ -294,12 +326,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"error: {error}")
     if not groups:
         sys.exit(f"error: {args.records} has no records")
+    arms = {name: None for found in groups.values() for name in arm_names(found)}
+    if args.against and args.against not in arms:
+        sys.exit(f"error: no run of {args.against!r} is recorded; there are {', '.join(arms)}")
     heights = [math.ceil(panels(found) / 2) for found in groups.values()]
     figure = Figure(figsize=(10, 4 * sum(heights)), layout="constrained")
     parts = figure.subfigures(len(groups), squeeze=False, height_ratios=heights)[:, 0]
     for part, (task, found) in zip(parts, groups.items(), strict=True):
         title = ", ".join(f"{name} {value}" for name, value in json.loads(task).items())
         say(f"{title}\n\n{tables(found)}\n")
+        if args.against in (names := arm_names(found)):
+            say(f"fresh seeds\n\n{fresh_table(found, names, args.against)}\n")
         draw(part, found, title)
     path = args.figure or args.records.with_suffix(".png")
     figure.savefig(path, dpi=100)

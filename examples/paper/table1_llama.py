@@ -11,7 +11,8 @@ one process each:
 The paper's own sizes are `60m`, `130m`, `350m` and `1b`, with its steps and batch of 512;
 `--data FOLDER --packing document` reads C4's shards as it does. Repeating a command goes on where
 it stopped; what is recorded is not run again. `python -m examples.paper.report FILE` shows the
-tables and draws the curves.
+tables and draws the curves. Arms beyond the paper, such as `adam+aligned@0.1386`, are spelled out
+in `examples.paper.beyond`.
 """
 
 from examples.kit import interrupts
@@ -25,7 +26,8 @@ from collections.abc import Sequence
 
 from examples.kit.options import Parser, whole
 from examples.paper import RESULTS
-from examples.paper.arms import ARMS
+from examples.paper.arms import ARMS, BASES
+from examples.paper.beyond import Beyond
 from examples.paper.command import (
     add_arms_option,
     add_search_options,
@@ -36,7 +38,7 @@ from examples.paper.command import (
 from examples.paper.experiment import Experiment
 from examples.paper.tasks.llama import SIZES, STEPS, Task
 
-EXPERIMENT = Experiment("examples.paper.table1_llama", Task, ARMS)
+EXPERIMENT = Experiment("examples.paper.table1_llama", Task, Beyond(ARMS, BASES))
 CONTROLLED = ("adam", "adam+magma", "adam+constant")
 
 

@@ -13,7 +13,7 @@ from examples.llama.model import Llama
 from examples.paper.appendix_ablations import ABLATIONS, SETS
 from examples.paper.arms import ARMS
 from examples.paper.baselines.matrices import select as matrices
-from magma_optax import attention_and_mlp
+from magma_optax import attention_and_mlp, mean_multiplier
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +125,10 @@ def test_controls_scale_attention_and_mlp_alone(tiny):
     constant, coins, damping, half = (norms(name) / base for name in names)
     for ratios in (constant, coins, damping, half):
         np.testing.assert_allclose(ratios[~masked], 1, rtol=1e-5)
-    np.testing.assert_allclose(constant[masked], 0.2765, rtol=1e-5)
-    np.testing.assert_allclose(coins[masked] * (coins[masked] - 0.553), 0, atol=1e-5)
+    np.testing.assert_allclose(constant[masked], mean_multiplier(), rtol=1e-5)
+    np.testing.assert_allclose(
+        coins[masked] * (coins[masked] - 2 * mean_multiplier()), 0, atol=1e-5
+    )
     assert 0 < np.count_nonzero(coins[masked]) < masked.sum()
     assert ((damping[masked] > 0.4) & (damping[masked] < 0.7)).all()
     np.testing.assert_allclose(half[masked], damping[masked] / 2, rtol=1e-5)

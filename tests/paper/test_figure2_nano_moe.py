@@ -18,12 +18,11 @@ from examples.nanomoe.config import PRESETS, RECIPES
 from examples.nanomoe.model import NanoMoE
 from examples.nanomoe.step import expert_axis, matrices
 from examples.paper import command, figure2_nano_moe, runner
-from examples.paper.arms import MEAN_MULTIPLIER
 from examples.paper.figure2_nano_moe import ARMS, CENTRE
 from examples.paper.search import RATIO
 from examples.paper.tasks.nano_moe import Task
 from examples.paper.trainer import Trainer
-from magma_optax import attention_and_mlp, summarize
+from magma_optax import attention_and_mlp, mean_multiplier, summarize
 
 TINY = "--preset tiny --steps 6 --batch-size 4 --seq-len 16 --seeds 2"
 
@@ -106,7 +105,7 @@ def test_the_control_shrinks_attention_and_experts_alone(params):
     shrunk, _ = updates(ARMS["adam+constant"].build(1e-2, 0), params)
     for before, after in zip(map(named, plain), map(named, shrunk), strict=True):
         for path, u in before.items():
-            factor = MEAN_MULTIPLIER if attention_and_mlp(path, u) else 1.0
+            factor = mean_multiplier() if attention_and_mlp(path, u) else 1.0
             np.testing.assert_allclose(after[path], factor * u, rtol=1e-6)
 
 

@@ -1,8 +1,10 @@
 """The tables and the figure of an experiment's records."""
 
+import json
 import math
 import random
 
+import pytest
 from matplotlib.figure import Figure
 from paper_records import record
 
@@ -25,6 +27,24 @@ def test_the_table_shows_medians_and_marks_edges():
     assert rates.splitlines()[3] == "| inside | 3.0000 (1) | 2.5000 (3) | 3.0000 (1) | 2 |"
     assert summarise(found, "none") is None
     assert report.tables(found, ["inside", "none"]).count("| inside |") == 2
+
+
+def test_fresh_seeds_say_how_good_what_seed_0_chose_is(tmp_path, capsys):
+    found = [record("a", rate, loss) for rate, loss in [(1, 3.0), (2, 2.0), (4, 3.0)]]
+    found += [record("a", 2, loss, seed) for seed, loss in [(1, 2.5), (2, 2.7), (3, 2.6)]]
+    found += [record("a", 1, 0.0, seed=1)]  # at a rate that seed 0 didn't choose
+    found += [record("b", 1, 1.9), record("b", 1, 2.4, seed=1), record("b", 1, 2.8, seed=2)]
+    assert report.fresh_table(found, ["a", "b"], "a").splitlines()[2:] == [
+        "| a | 2 | yes | 2.0000 | 2.6000 (2.5000 to 2.7000) | 3 |  |",
+        "| b | 1 | **no, edge** | 1.9000 | 2.6000 (2.4000 to 2.8000) | 2 "
+        "| -0.100 (1), +0.100 (2) |",
+    ]
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in found))
+    assert report.main([str(file), "--against", "b"]) == 0
+    assert "against b, seed by seed" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="error: no run of 'c' is recorded; there are a, b"):
+        report.main([str(file), "--against", "c"])
 
 
 def image(arm, rate, seed, loss):

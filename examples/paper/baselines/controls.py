@@ -6,8 +6,8 @@ embeddings, head and norms at the full rate. Each control keeps one part of that
 =========================================  ===============  =====  =======
 control                                    mean multiplier  coins  damping
 =========================================  ===============  =====  =======
-``magma_optax.control(0.2765)``            s p              no     no
-``constant_times_mask(0.553, 0.5)``        s p              yes    no
+``magma_optax.control(0.277)``             s p              no     no
+``constant_times_mask(0.554, 0.5)``        s p              yes    no
 ``damping_only(inner)``                    s                no     yes
 ``damping_only(inner, c=0.5)``             s p              no     yes
 =========================================  ===============  =====  =======
