@@ -28,6 +28,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -133,7 +134,7 @@ class Laboratory:
             DataError: If it can't be used.
         """
         self.trainer = Trainer(task)
-        self.problem: Problem = self.trainer.problem  # pyright: ignore[reportAttributeAccessIssue]
+        self.problem: Problem = self.trainer.problem
         self._products = jax.jit(
             lambda params, batches, slots, sizes: inner_products(
                 self.problem, params, batches, slots, sizes
@@ -141,8 +142,13 @@ class Laboratory:
             static_argnums=3,
         )
 
-    def run(self, plan: Plan, missing: Sequence[Setting], out: Any) -> bool:
+    def run(self, plan: Plan, missing: Sequence[Setting], out: Path) -> bool:
         """Trains up to the last point of what is missing and records it on the way.
+
+        Args:
+            plan: What is measured.
+            missing: The settings that have no record yet, some of the plan's.
+            out: The file of records.
 
         Returns:
             Whether the losses stayed finite.

@@ -264,7 +264,7 @@ def legends(layers: Axes, batches: Axes, lines: Mapping[str, str]) -> None:
     for base, line in lines.items():
         chosen[base] = layers.plot([], [], color="gray", linestyle=line)[0]
     layers.legend(chosen.values(), chosen.keys(), fontsize="x-small", ncols=3)
-    if batches.lines or batches.containers:
+    if batches.get_legend_handles_labels()[1]:
         batches.legend(
             fontsize="x-small", title="bars: 2 standard errors; crosses: noise ~ 1/batch"
         )

@@ -166,7 +166,8 @@ def signal_to_noise(products: NDArray) -> tuple[NDArray, NDArray]:
     """Estimates |G|^2 / E |n|^2 of gradients G + n with independent n.
 
     The inner product of two different gradients is |G|^2 in the mean, so the estimate of |G|^2 has
-    no bias and may be below zero. The error is the jackknife's.
+    no bias and may be below zero. The error is the jackknife's, which is half as large again as it
+    should be where there is no signal.
 
     Args:
         products: Inner products of K gradients, (..., K, K).

@@ -15,7 +15,8 @@ from examples.paper import alignment, alignment_report, cosines, white_noise
 from examples.paper.tasks.llama import Task
 from examples.paper.trainer import Pass
 
-NAMES = {"self_attn/q_proj": (3, 4), "mlp/up_proj": (3, 5), "mlp/down_proj": (5, 3)}
+NAMES = {f"self_attn/{kind}_proj": (3, 3) for kind in "qkvo"}
+NAMES |= {"mlp/gate_proj": (3, 5), "mlp/up_proj": (3, 5), "mlp/down_proj": (5, 3)}
 SHAPES = {f"layers/{layer}/{name}/kernel": NAMES[name] for layer in (0, 1) for name in NAMES}
 
 
@@ -88,7 +89,7 @@ def test_watching_changes_nothing_and_sees_what_numpy_sees():
     tx = cosines.watch(b1, window)
     params = jax.tree.map(jnp.asarray, random_tree(0))
     state = tx.init(params)
-    assert list(state.momentum) == list(cosines.blocks_of(params)) and len(SHAPES) == 6
+    assert list(state.momentum) == list(cosines.blocks_of(params))
     assert set(state.momentum) == set(SHAPES)
     mu = {path: np.zeros(SHAPES[path]) for path in state.momentum}
     seen = []
@@ -149,7 +150,7 @@ def test_signal_to_noise_has_no_bias_and_knows_its_error():
         found, error = cosines.signal_to_noise(g @ g.swapaxes(1, 2))
         spread = found.std()
         assert abs(found.mean() - ratio) < 4 * spread / 20
-        assert 0.8 < np.sqrt(np.mean(error**2)) / spread < 1.3
+        assert 0.9 < np.sqrt(np.mean(error**2)) / spread < 1.8
 
 
 # ---------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def test_signal_to_noise_has_no_bias_and_knows_its_error():
 
 
 class Tiny:
-    """In place of the Llama: six matrices, each with a quadratic loss around what a row says."""
+    """In place of the Llama: its kinds of matrices, with a quadratic loss around what rows say."""
 
     opened = 0
 
@@ -236,13 +237,8 @@ def test_the_command_records_repeats_nothing_and_shows(tiny, tmp_path, capsys):
     assert (tmp_path / "alignment.png").stat().st_size > 1000
     # Stopped after the first record.
     alone.write_text(out.read_text().splitlines(keepends=True)[0])
-    for show in ("--plot", "--report"):
-        assert (
-            alignment.main(
-                [show, "--out", str(alone), *["--images", str(tmp_path)][: 2 * (show == "--plot")]]
-            )
-            == 0
-        )
+    assert alignment.main(["--report", "--out", str(alone)]) == 0
+    assert alignment.main(["--plot", "--out", str(alone), "--images", str(tmp_path)]) == 0
 
 
 def test_along_the_run_it_sees_what_the_gradients_of_the_run_say(tiny, tmp_path):
