@@ -265,6 +265,7 @@ def legends(layers: Axes, batches: Axes, lines: Mapping[str, str]) -> None:
         chosen[base] = layers.plot([], [], color="gray", linestyle=line)[0]
     layers.legend(chosen.values(), chosen.keys(), fontsize="x-small", ncols=3)
     if batches.get_legend_handles_labels()[1]:
+        meaning = "bars: 2 standard errors\ncrosses: noise falls as 1 / batch"
         batches.legend(
-            fontsize="x-small", title="bars: 2 standard errors; crosses: noise ~ 1/batch"
+            fontsize="x-small", title=meaning, title_fontsize="x-small", loc="upper left"
         )
