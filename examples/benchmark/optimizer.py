@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,10 @@ PARTS = ("step", "train", "compile", "state", "peers")
 TREES = ("matrices", *PRESETS)
 BASES = ("adam", "adamw", "rmsprop", "muon", "soap")
 MATRIX_BASES = ("muon", "soap")  # whose directions are what they cost
+FORMS = (
+    *("skip_update", "with_magma", "magma(grad=)", "lazy skip_update", "lazy with_magma"),
+    *("fused skip_update", "fused with_magma"),
+)
 LEAVES = (100, 400, 2000)  # of the trees for compile times
 OUT = Path(__file__).parent / "results.jsonl"
 
@@ -115,6 +119,11 @@ def fused_forms(name: str, **masking: Any) -> dict[str, FusedAdam]:
     }
 
 
+def chosen(txs: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    """Returns the bare base and the forms of these names, or all."""
+    return {form: tx for form, tx in txs.items() if not names or form in ("bare", *names)}
+
+
 def update_and_apply(tx: Tx | FusedAdam) -> Callable[..., Any]:
     """Returns one step: ``params, opt_state, grads -> params, opt_state``."""
     if isinstance(tx, FusedAdam):
@@ -164,6 +173,7 @@ def step_rows(args: argparse.Namespace) -> Iterator[Row]:
         for base_name, where in itertools.product(args.bases, args.where):
             options = masking(layout, where)
             txs = forms(base_name, **options) | fused_forms(base_name, **options)
+            txs = chosen(txs, args.forms)
             built = {form: optimizer_arm(tx, shapes, grads) for form, tx in txs.items()}
             arms = {form: arm for form, (arm, _) in built.items()}
             times = in_turns(arms, args.rounds, args.steps)
@@ -211,7 +221,8 @@ def train_rows(args: argparse.Namespace) -> Iterator[Row]:
         _, shapes = abstract_model(config, 0)
         grads = filled(shapes, 0.0)
         arms = {}
-        for form, tx in forms(base_name, **masking(layers, "attention+mlp")).items():
+        txs = forms(base_name, **masking(layers, "attention+mlp"))
+        for form, tx in chosen(txs, args.forms).items():
             if form == "magma(grad=)":  # the trainer hands on no grad
                 continue
             layout = sharding.make_layout(mesh, config, tx, shapes)
@@ -341,6 +352,7 @@ def parser() -> Parser:
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
     add("--trees", nargs="+", choices=TREES, default=["1b"] if gpu else ["matrices"])
     add("--bases", nargs="+", choices=BASES, default=BASES[:4], help="(all but soap)")
+    add("--forms", nargs="+", choices=FORMS, help="beside the bare base, in steps and train (all)")
     add("--layouts", nargs="+", choices=["separate", "stacked"], default=["separate"])
     add("--where", nargs="+", choices=["attention+mlp", "all"], default=["attention+mlp"])
     add("--train-trees", nargs="+", choices=list(PRESETS), default=["130m" if gpu else "nano"])

@@ -172,7 +172,7 @@ class LazyUpdate:
         def add(n: jax.Array, found: jax.Array) -> jax.Array:
             index = _unravel(n, cut.shape)
             survives = jax.lax.dynamic_index_in_dim(m.ravel(), n, keepdims=False)
-            zeros = functools.partial(_zeros, kind, blocks.shape(value))
+            zeros = functools.partial(_zeros, kind.update(shape=blocks.shape(value)))
             block = jax.lax.cond(survives, lambda: compute(index), zeros)
             start: list[Any] = [np.int32(0)] * cut.ndim
             for axis, place in zip(cut.axes, index, strict=True):
@@ -190,11 +190,10 @@ def _unravel(n: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     return tuple(reversed(index))
 
 
-def _zeros(kind: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Zeros of a type: its dtype, sharding and variation over devices, its shape by default."""
+def _zeros(kind: Any) -> jax.Array:
+    """Zeros of a type: its shape, dtype, sharding and variation over devices."""
     sharding = kind.sharding if any(kind.sharding.spec) else None
-    shape = kind.shape if shape is None else shape
-    return vary(jnp.zeros(shape, kind.dtype, out_sharding=sharding), kind)
+    return vary(jnp.zeros(kind.shape, kind.dtype, out_sharding=sharding), kind)
 
 
 _NOT_BY_BLOCK = (

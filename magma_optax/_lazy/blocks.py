@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from magma_optax._blocks.cutting import Cut
 from magma_optax._lazy.primitives import ALONG, BY_SHAPE, ELEMENTWISE, OF_MATRICES
@@ -107,46 +108,38 @@ class Blocks:
                 return step.bind(arguments, shape=self.shape(step.outputs[0]))
             case "reshape":
                 return step.bind(arguments, new_sizes=self.shape(step.outputs[0]))
-            case "scan" | "while" | "cond":
-                return self._control_flow(step, arguments)
+        if step.bodies:  # of a loop or a branch
+            return step.bind(arguments, **self._params_of_block(step))
         return step.bind(arguments)
 
-    def _control_flow(self, step: Step, arguments: list[Any]) -> Sequence[Any]:
-        params, bodies = step.eqn.params, [body._call for body in self._bodies(step)]
-        if step.name == "cond":
-            index, *operands = arguments
-            return jax.lax.switch(index, bodies, *operands)
-        if step.name == "while":
-            first, second = params["cond_nconsts"], params["body_nconsts"]
-            of_cond, of_body = arguments[:first], arguments[first : first + second]
-            goes_on, body = bodies
-            return jax.lax.while_loop(
-                lambda carry: goes_on(*of_cond, *carry)[0],
-                lambda carry: body(*of_body, *carry),
-                arguments[first + second :],
-            )
-        first, second = params["num_consts"], params["num_carry"]
-        consts, carry = arguments[:first], arguments[first : first + second]
+    def _params_of_block(self, step: Step) -> dict[str, Any]:
+        """Return the parameters of a loop or a branch, with its bodies traced for one block."""
+        bodies = iter(self._bodies(step))
 
-        def repeat(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            made = bodies[0](*consts, *carry, *xs)
-            return made[:second], made[second:]
+        def trace(body: Any) -> Any:
+            return next(bodies)._trace() if isinstance(body, ClosedJaxpr | Jaxpr) else body
 
-        settings = {name: params[name] for name in ("length", "reverse", "unroll")}
-        carry, ys = jax.lax.scan(repeat, carry, arguments[first + second :], **settings)
-        return [*carry, *ys]
+        return {
+            name: tuple(map(trace, value)) if name == "branches" else trace(value)
+            for name, value in step.eqn.params.items()
+        }
+
+    def _trace(self) -> ClosedJaxpr:
+        program = self._whole
+        types = [program.types[x].update(shape=self.shape(x)) for x in program.inputs]
+
+        def body(*arguments: Any) -> list[Any]:
+            given = program.known | dict(zip(program.inputs, arguments, strict=True))
+            values = given | self.run(range(len(program.steps)), given)
+            return [values[value] for value in program.outputs]
+
+        return jax.make_jaxpr(body)(*types)
 
     def _bodies(self, step: Step) -> list["Blocks"]:
         def doubled(n: int) -> dict[int, Program]:
             return {k: other.steps[step.number].bodies[n] for k, other in self._doubled.items()}
 
         return [Blocks(body, doubled(n), self._sizes) for n, body in enumerate(step.bodies)]
-
-    def _call(self, *arguments: Any) -> list[Any]:
-        program = self._whole
-        given = program.known | dict(zip(program.inputs, arguments, strict=True))
-        values = given | self.run(range(len(program.steps)), given)
-        return [values[value] for value in program.outputs]
 
     def _keeps_apart(self, step: Step) -> bool:
         inputs = [axes for axes in map(self.axes, step.inputs) if any(axes)]
