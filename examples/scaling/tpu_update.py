@@ -46,19 +46,22 @@ def layer_or_expert(path: str, leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
 def updates(
     args: argparse.Namespace, blocks: optimizers.Blocks
 ) -> dict[str, optax.GradientTransformation]:
-    """Return the base and the three forms of masking by name."""
+    """Return the base and the forms of masking by name."""
     moments = {"mu_dtype": jnp.bfloat16} if args.moment_dtype == "bfloat16" else {}
     if args.optimizer == "adam":
         base = optax.adam(1e-3, **moments)
     else:
         base = optax.chain(optimizers.direction(args.optimizer), optax.scale(-1e-3))
     options = {"where": attention_and_mlp, "blocks": blocks}
-    return {
+    forms = {
         args.optimizer: base,
         "skip_update": optax.chain(base, skip_update(**options)),
         "with_magma": with_magma(base, **options),
         "magma(grad=)": optax.chain(base, magma(**options)),
     }
+    if args.optimizer == "muon":
+        forms["with_magma, lazy"] = with_magma(base, lazy=True, **options)
+    return forms
 
 
 def cells(program: Program, base: Program) -> list[str]:
@@ -106,7 +109,7 @@ def parser() -> Parser:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Compile all four and print the table.
+    """Compile all of them and print the table.
 
     Raises:
       SettingsError: for a topology that is unknown, or a mesh that isn't made of it.

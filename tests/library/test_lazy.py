@@ -1,0 +1,364 @@
+"""lazy=True: the same updates and states, with no direction computed for a dropped block."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from costly import costly, products
+
+from magma_optax import skip_update, stacked, with_magma, with_skip_update
+
+
+def normal(shapes, seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+SEPARATE = {"layers": [{"up": (8, 6), "down": (6, 8), "scale": (8,)} for _ in range(2)]}
+STACKED = {"layers": {"up": (5, 8, 6), "down": (5, 6, 8), "scale": (5, 8)}}
+
+
+def matrices(path, leaf):
+    return path.endswith(("up", "down"))
+
+
+def muon(learning_rate=1e-2, **kwargs):
+    """Muon on matrices and on stacks of them, AdamW on the rest."""
+
+    def dimensions(params):
+        return jax.tree.map(
+            lambda p: (
+                optax.contrib.MuonDimensionNumbers(p.ndim - 2, p.ndim - 1)
+                if p.ndim >= 2 and p.shape[-1] != p.shape[-2] + 3
+                else None
+            ),
+            params,
+        )
+
+    return optax.contrib.muon(
+        learning_rate, muon_weight_dimension_numbers=dimensions, weight_decay=0.1, **kwargs
+    )
+
+
+def whiten(x):
+    """(X X^T)^(-1/2) X, by an eigendecomposition, as Shampoo's directions are."""
+    gram = x @ jnp.swapaxes(x, -1, -2) + 0.1 * jnp.eye(x.shape[-2])[(None,) * (x.ndim - 2)]
+    values, vectors = jnp.linalg.eigh(gram)
+    root = (vectors / jnp.sqrt(values)[..., None, :]) @ jnp.swapaxes(vectors, -1, -2)
+    return root @ x
+
+
+BASES = {
+    "muon": lambda: muon(optax.linear_schedule(1e-2, 1e-3, 4)),
+    "muon-dion": lambda: muon(ns_coeffs="dion", nesterov=False, mu_dtype=jnp.bfloat16),
+    "clip, muon": lambda: optax.chain(optax.clip_by_global_norm(0.5), muon()),
+    "shampoo-like": lambda: optax.masked(
+        costly(whiten), lambda params: jax.tree.map(lambda p: p.shape[-1:] != (8,), params)
+    ),
+    "adam": lambda: optax.adam(1e-2),
+}
+LAYOUTS = {"separate": (SEPARATE, "leaf"), "stacked": (STACKED, stacked(0))}
+
+
+def steps(tx, params, grads, donate=False):
+    """Updates and states of a few jitted steps."""
+    step = jax.jit(tx.update, donate_argnums=1 if donate else ())
+    state, seen = tx.init(params), []
+    for g in grads:
+        updates, state = step(g, state, params)
+        seen.append(jax.device_get((updates, state)))
+    return seen
+
+
+def assert_same(one, other, atol=1e-5):
+    chex.assert_trees_all_close(one, other, rtol=1e-4, atol=atol)
+    chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", BASES)
+def test_the_run_is_that_without_lazy(name, layout):
+    shapes, blocks = LAYOUTS[layout]
+    params, grads = normal(shapes, 0), [normal(shapes, n) for n in range(1, 4)]
+    options = {"where": matrices, "blocks": blocks, "key": 3}
+    lazy = steps(with_magma(BASES[name](), lazy=True, **options), params, grads, donate=True)
+    assert_same(lazy, steps(with_magma(BASES[name](), **options), params, grads))
+
+    skipped = steps(with_skip_update(BASES[name](), **options), params, grads)
+    chain = optax.chain(BASES[name](), skip_update(**options))
+    for (updates, state), (expected, (base, masks)) in zip(
+        skipped, steps(chain, params, grads), strict=True
+    ):
+        assert_same(updates, expected)
+        assert_same((state.inner_state, state.magma), (base, masks))
+
+
+def traced_products(tx, params):
+    return products(jax.jit(tx.update), params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_are_computed_in_branches_alone(layout):
+    shapes, blocks = LAYOUTS[layout]
+    params = normal(shapes, 0)
+    dense = traced_products(with_magma(muon(), where=matrices, blocks=blocks), params)
+    lazy = traced_products(with_magma(muon(), where=matrices, blocks=blocks, lazy=True), params)
+    assert dense["always"] > 0
+    assert lazy == {"in a branch": dense["always"], "always": 0}
+
+
+def test_what_is_not_masked_is_always_computed():
+    params = normal(SEPARATE, 0)
+
+    def ups(path, leaf):
+        return path.endswith("up")
+
+    dense = traced_products(with_magma(muon(), where=ups), params)
+    lazy = traced_products(with_magma(muon(), where=ups, lazy=True), params)
+    assert lazy == {"in a branch": dense["always"] // 2, "always": dense["always"] // 2}
+
+
+def test_on_adam_it_changes_no_operation():
+    """An elementwise direction costs less than a branch."""
+    params = normal(SEPARATE, 0)
+    texts = []
+    for lazy in (False, True):
+        tx = with_skip_update(optax.adam(1e-2), lazy=lazy)
+        texts.append(jax.jit(tx.update).lower(params, tx.init(params), params).compile().as_text())
+    assert texts[0].count(" fusion(") == texts[1].count(" fusion(")
+    assert " conditional(" not in texts[1]
+
+
+def test_outside_jit_all_is_computed_at_once():
+    params = normal(SEPARATE, 0)
+    dense, lazy = with_magma(muon(), where=matrices), with_magma(muon(), where=matrices, lazy=True)
+    state = dense.init(params)
+    chex.assert_trees_all_equal(
+        lazy.update(params, state, params), dense.update(params, state, params)
+    )
+
+
+def test_survival_by_alignment_and_schedules():
+    params, grads = normal(STACKED, 0), [normal(STACKED, n) for n in range(1, 4)]
+    for p in ("alignment", lambda step: 1.0 - 0.3 * (step > 0)):
+        options = {"where": matrices, "blocks": stacked(0), "survival_prob": p}
+        assert_same(
+            steps(with_magma(muon(), lazy=True, **options), params, grads),
+            steps(with_magma(muon(), **options), params, grads),
+        )
+
+
+def test_in_scan_under_vmap_and_inside_multi_steps():
+    params, grads = normal(STACKED, 0), [normal(STACKED, n) for n in range(1, 5)]
+    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads)
+    options = {"where": matrices, "blocks": stacked(0)}
+    lazy, dense = (with_magma(muon(), lazy=lazy, **options) for lazy in (True, False))
+
+    def scanned(tx):
+        def body(state, g):
+            updates, state = tx.update(g, state, params)
+            return state, updates
+
+        return jax.jit(lambda: jax.lax.scan(body, tx.init(params), together))()
+
+    assert_same(scanned(lazy), scanned(dense))
+
+    def many(tx):
+        states = jax.vmap(lambda _: tx.init(params))(jnp.arange(4))
+        return jax.jit(jax.vmap(tx.update, (0, 0, None)))(together, states, params)
+
+    assert_same(many(lazy), many(dense))
+    assert_same(
+        steps(optax.MultiSteps(lazy, 2), params, grads),
+        steps(optax.MultiSteps(dense, 2), params, grads),
+    )
+
+
+def test_a_run_goes_on_with_and_without():
+    """The states are the same trees, so a checkpoint of one is one of the other."""
+    params, grads = normal(STACKED, 0), [normal(STACKED, n) for n in range(1, 3)]
+    options = {"where": matrices, "blocks": stacked(0)}
+    lazy, dense = (with_magma(muon(), lazy=lazy, **options) for lazy in (True, False))
+    _, state = jax.jit(dense.update)(grads[0], dense.init(params), params)
+    chex.assert_trees_all_equal_structs(state, lazy.init(params))
+    assert_same(
+        jax.jit(lazy.update)(grads[1], state, params),
+        jax.jit(dense.update)(grads[1], state, params),
+    )
+
+
+def test_extra_arguments_reach_the_base():
+    def update(updates, state, params=None, *, scale, **extra):
+        return jax.tree.map(lambda g: scale * (g @ g.T @ g), updates), state
+
+    base = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    params = {"w": jnp.ones((3, 2)) + jnp.arange(2.0)[None]}
+    tx = with_magma(base, lazy=True, survival_prob=1.0, damping=False)
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params, scale=jnp.float32(3))
+    expected = 3 * params["w"] @ params["w"].T @ params["w"]
+    np.testing.assert_allclose(updates["w"], expected, rtol=1e-6)
+
+
+# -------------------------------------------------------------------------------------------
+# What of a direction keeps the blocks of a leaf apart.
+
+C = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+C48 = jnp.asarray(np.random.default_rng(1).normal(size=(48, 48)), jnp.float32)
+
+
+def swap(x):
+    return jnp.swapaxes(x, -1, -2)
+
+
+def three_times(x):
+    return jax.lax.fori_loop(0, 3, lambda _, x: x @ C / 4, x)
+
+
+def while_small(x):
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ C / 4), (0, x))[1]
+
+
+def summed(x):
+    return jax.lax.scan(lambda total, c: (total + x * c, None), jnp.zeros_like(x), C[0])[0] @ C
+
+
+APART = {
+    "a product": lambda x: x @ C,
+    "products of a block with itself": lambda x: x @ swap(x) @ x,
+    "a softmax within": lambda x: jax.nn.softmax(x, -1) @ C,
+    "a block's norm": lambda x: x / jnp.linalg.norm(x, axis=(1, 2), keepdims=True) @ C,
+    "vmap": jax.vmap(lambda x: x @ x.T @ x),
+    "rows of all blocks together": lambda x: (x.reshape(-1, 8) @ C).reshape(x.shape),
+    "blocks as vectors": lambda x: (x.reshape(-1, 48) @ C48).reshape(-1, 6, 8),
+    "a loop": three_times,
+    "a loop of unknown length": while_small,
+    "a sum in a loop": summed,
+    "a branch": lambda x: jax.lax.cond(C.sum() > 0, lambda: x @ C, lambda: x),
+    "a running sum within": lambda x: jnp.cumsum(x, 1) @ C,
+    "sorted within": lambda x: jnp.sort(x, -1) @ C,
+    "eigenvectors": whiten,
+    "qr": lambda x: jnp.linalg.qr(swap(x))[0] @ jnp.ones((6, 6)) @ x,
+    "calls": lambda x: jax.jit(jax.checkpoint(lambda x: jax.nn.relu(x @ C)))(x),
+    "blocks along another axis": lambda x: jnp.moveaxis(jnp.moveaxis(x, 0, 1) @ C, 1, 0),
+    "the number of blocks": lambda x: x / x.shape[0] @ C,
+}
+MIXED = {
+    "the leaf's norm": lambda x: x / jnp.linalg.norm(x) @ C,
+    "a softmax over blocks": lambda x: jax.nn.softmax(x, 0) @ C,
+    "a running sum over blocks": lambda x: jnp.cumsum(x, 0) @ C,
+    "sorted over blocks": lambda x: jnp.sort(x, 0) @ C,
+    "turned round": lambda x: jnp.flip(x, 0) @ C,
+    "products between blocks": lambda x: jnp.einsum("lij,mij,mkn->lkn", x, x, x),
+    "a scan over blocks": lambda x: jax.lax.scan(lambda c, a: (c + a, c @ C), 0 * x[0], x)[1],
+    "another order of elements": lambda x: jnp.swapaxes(x, 0, 1).reshape(x.shape) @ C,
+    "rolled": lambda x: jnp.roll(x, 1, 0) @ C,
+    "the block's index": lambda x: x * jnp.arange(1.0, len(x) + 1)[:, None, None] @ C,
+    "an array with a row per block": lambda x: x * jnp.ones((4, 1, 1)).at[0].set(2) @ C,
+    "a loop until all are small": lambda x: jax.lax.while_loop(
+        lambda x: jnp.abs(x).max() > 1, lambda x: x @ C / 9, x
+    ),
+    "a choice by the number of blocks": lambda x: x @ C if len(x) < 6 else x @ C @ C,
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_direction_that_keeps_blocks_apart(name):
+    params, grads = normal({"w": (4, 6, 8)}, 0), [normal({"w": (4, 6, 8)}, 1)]
+    options = {"blocks": stacked(0), "key": 1}
+    lazy = with_magma(costly(APART[name]), lazy=True, **options)
+    found = steps(lazy, params, grads)
+    assert_same(found, steps(with_magma(costly(APART[name]), **options), params, grads))
+    dropped = np.all(found[0][0]["w"] == 0, axis=(1, 2))
+    assert 0 < dropped.sum() < 4, "coins of one kind test little"
+    assert traced_products(lazy, params)["always"] == 0 or name == "a branch"
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_direction_that_mixes_blocks_is_refused(name):
+    params = normal({"w": (4, 6, 8)}, 0)
+    with pytest.raises(ValueError, match=r"lazy: .*'w'.*lazy=False"):
+        with_magma(costly(MIXED[name]), lazy=True, blocks=stacked(0)).init(params)
+    with_magma(costly(MIXED[name]), lazy=True).init(params)  # The leaf as one block is fine.
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 2, 4, 4), (1, 3, 4, 5), (3, 1, 4, 5)])
+@pytest.mark.parametrize(
+    "direction",
+    [
+        lambda x: x @ swap(x) @ x,
+        lambda x: jax.vmap(lambda a: a @ a.T @ a)(x.reshape(-1, *x.shape[2:])).reshape(x.shape),
+    ],
+)
+def test_two_axes_of_blocks(shape, direction):
+    params, grads = normal({"w": shape}, 0), [normal({"w": shape}, 1)]
+    options = {"blocks": stacked((0, 1)), "key": 2}
+    found = steps(with_magma(costly(direction), lazy=True, **options), params, grads)
+    assert_same(found, steps(with_magma(costly(direction), **options), params, grads))
+
+
+def test_two_axes_of_blocks_in_another_order_are_refused():
+    def direction(x):
+        swapped = jnp.swapaxes(x, 0, 1)
+        return (swapped.reshape(-1, *x.shape[2:]) @ C[:5, :5]).reshape(x.shape)
+
+    params = normal({"w": (2, 2, 4, 5)}, 0)
+    with pytest.raises(ValueError, match="mixes the blocks"):
+        with_magma(costly(direction), lazy=True, blocks=stacked((0, 1))).init(params)
+
+
+def test_blocks_within_a_matrix_are_refused():
+    params = normal(SEPARATE, 0)
+    for blocks in ("row", "column", "element"):
+        with pytest.raises(ValueError, match="'layers/0/"):
+            with_magma(muon(), where=matrices, blocks=blocks, lazy=True).init(params)
+
+
+# -------------------------------------------------------------------------------------------
+# Bases that are not separable.
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (lambda: optax.chain(muon(), optax.clip_by_global_norm(1.0)), "'layers/.*together"),
+        (lambda: optax.chain(muon(), optax.trace(0.9)), "'layers/0/.*nothing to leave out"),
+        (lambda: optax.sgd(1e-2, momentum=0.9), "'layers/0/.*nothing to leave out"),
+        (lambda: optax.apply_if_finite(muon(), 3), "'layers/0/.*nothing to leave out"),
+    ],
+)
+@pytest.mark.parametrize("wrapper", [functools.partial(with_magma, lazy=True), with_skip_update])
+def test_bases_that_are_not_separable_are_refused_by_leaf(wrapper, base, message):
+    with pytest.raises(ValueError, match=message):
+        wrapper(base(), where=matrices).init(normal(SEPARATE, 0))
+
+
+def test_a_sum_over_all_blocks_of_a_leaf_is_refused():
+    """Muon's `adaptive` multiplies by a sum over the whole leaf."""
+    tx = with_magma(muon(adaptive=True), where=matrices, blocks=stacked(0), lazy=True)
+    with pytest.raises(ValueError, match=r"'layers/down' mixes the blocks.*\(in reduce_sum\)"):
+        tx.init(normal(STACKED, 0))
+    with_magma(muon(adaptive=True), where=matrices, lazy=True).init(normal(SEPARATE, 0))
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="lazy must be True or False, got 'yes'"):
+        with_magma(muon(), lazy="yes")
+    with pytest.raises(TypeError, match="lazy must be True or False, got 1"):
+        with_skip_update(muon(), lazy=1)
+    with pytest.raises(ValueError, match="sparse_state"):
+        with_magma(muon(), lazy=True, sparse_state=True)
+    with pytest.raises(ValueError, match="with_skip_update around"):
+        with_skip_update(optax.MultiSteps(muon(), 2))
+    with pytest.raises(TypeError, match="call it, as in with_skip_update"):
+        with_skip_update(optax.adam)
+    with pytest.raises(TypeError, match="survival_prob must be a number or a schedule"):
+        with_skip_update(muon(), "alignment")

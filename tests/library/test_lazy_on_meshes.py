@@ -1,0 +1,160 @@
+"""lazy=True where parameters are sharded: collectives inside a branch, loops over blocks."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from costly import costly
+from jax.sharding import NamedSharding
+from sharded import (
+    GRADS,
+    PARAMS,
+    SPECS,
+    P,
+    alone,
+    assert_same_run,
+    make_mesh,
+    run,
+    shardings,
+    state_specs,
+    updater,
+)
+
+from magma_optax import stacked, with_magma, with_skip_update
+
+
+def matrices(path, leaf):
+    return len(leaf.shape) > 1
+
+
+def muon():
+    """Muon on the last two axes of whatever has two."""
+
+    def dimensions(params):
+        return jax.tree.map(
+            lambda p: (
+                optax.contrib.MuonDimensionNumbers(p.ndim - 2, p.ndim - 1) if p.ndim > 1 else None
+            ),
+            params,
+        )
+
+    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dimensions)
+
+
+def layers(path, leaf):
+    return 0 if len(leaf.shape) > 2 else ()
+
+
+CASES = {
+    "with_magma": lambda lazy: with_magma(muon(), where=matrices, lazy=lazy),
+    "with_magma-stacked": lambda lazy: with_magma(muon(), where=matrices, blocks=layers, lazy=lazy),
+    "with_skip_update-stacked": lambda lazy: with_skip_update(
+        muon(), where=matrices, blocks=layers, lazy=lazy
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sharded_run_is_the_run_of_one_device_without_lazy(case):
+    """Every device tosses the same coins, so all meet in the collectives of a branch or none."""
+    tx, mesh = CASES[case](True), make_mesh("Auto")
+    with jax.set_mesh(mesh):
+        params = jax.device_put(PARAMS, shardings(mesh, SPECS))
+        grads = [jax.device_put(g, shardings(mesh, SPECS)) for g in GRADS]
+        state = jax.jit(tx.init, out_shardings=shardings(mesh, state_specs(tx, PARAMS, SPECS)))(
+            params
+        )
+        step = jax.jit(updater(tx), donate_argnums=1)
+        text = step.lower(grads[0], state, params).compile().as_text()
+        found = run(step, state, params, grads)
+    # Newton-Schulz iterations magnify rounding.
+    assert_same_run(found, alone(CASES[case](False)), rtol=1e-3)
+    inside = collectives_in_branches(text)
+    assert inside, "no collective inside a branch: this test says nothing"
+
+
+def collectives_in_branches(text):
+    """Names of the computations that a conditional chooses from, and which have a collective."""
+    bodies = dict(re.findall(r"^%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
+    branches = re.findall(r"(?:true_computation|false_computation)=%?([\w.\-]+)", text)
+    for group in re.findall(r"branch_computations=\{([^}]*)\}", text):
+        branches += re.findall(r"%?([\w.\-]+)", group)
+
+    def reached(name):
+        body = bodies.get(name, "")
+        called = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", body)
+        return body + "".join(map(reached, called))
+
+    return [name for name in branches if re.search(r" all-(reduce|gather)", reached(name))]
+
+
+def gathered(x):
+    """A direction that gathers a leaf, as distributed Muons do, and shards its result again."""
+    spec = jax.typeof(x).sharding.spec
+    whole = jax.sharding.reshard(x, P(*[None] * x.ndim))
+    return jax.sharding.reshard(whole @ jnp.swapaxes(whole, -1, -2) @ whole, P(*spec))
+
+
+def plain(x):
+    return x @ jnp.swapaxes(x, -1, -2) @ x
+
+
+def only(tree):
+    return {"layers": tree["layers"], "attn": tree["attn"]}
+
+
+@pytest.mark.parametrize("blocks", ["leaf", layers])
+def test_on_explicit_meshes(blocks):
+    mesh, specs = make_mesh("Explicit"), only(SPECS)
+    options = {"blocks": blocks, "lazy": True}
+    with jax.set_mesh(mesh):
+        params, *grads = (
+            jax.device_put(only(tree), shardings(mesh, specs)) for tree in (PARAMS, *GRADS)
+        )
+        tx = with_magma(costly(gathered), **options)
+        state = jax.jit(tx.init)(params)
+        before = jax.tree.map(jax.typeof, state)
+        updates, state = run(jax.jit(tx.update), state, params, grads)
+        assert jax.tree.map(jax.typeof, state) == before
+    dense = with_magma(costly(plain), blocks=blocks)
+    grads = [only(g) for g in GRADS]
+    assert_same_run((updates, state), alone(dense, grads, only(PARAMS)), rtol=1e-4)
+
+
+def test_blocks_along_a_sharded_axis_of_an_explicit_mesh_are_refused():
+    mesh = make_mesh("Explicit")
+    with jax.set_mesh(mesh):
+        params = {"experts": jax.device_put(jnp.ones((8, 3, 4)), NamedSharding(mesh, P("fsdp")))}
+        tx = with_magma(costly(plain), blocks=stacked(0), lazy=True)
+        with pytest.raises(ValueError, match="mesh axis 'fsdp' shards the axis of 'experts'"):
+            jax.jit(tx.init)(params)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_shard_map_each_device_has_experts_of_its_own(check_vma):
+    """Coins differ from device to device, so devices take different branches."""
+    mesh = make_mesh("Auto", (4,), ("expert",))
+    shape = (8, 3, 4)
+    rng = np.random.default_rng(0)
+    params, *grads = ({"w": rng.normal(size=shape).astype(np.float32)} for _ in range(3))
+    lazy = with_magma(costly(plain), blocks=stacked(0, axis_name="expert"), lazy=True)
+    dense = with_magma(costly(plain), blocks=stacked(0))
+    states = jax.tree.map(lambda x: P("expert") if x.ndim and x.shape[0] == 8 else P(),
+                          jax.eval_shape(dense.init, params))  # fmt: skip
+    specs = {"w": P("expert")}
+
+    def shard(function, outs, *ins):
+        return jax.jit(
+            jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=check_vma)
+        )
+
+    state = shard(lazy.init, states, specs)(params)
+    update = shard(lazy.update, (specs, states), specs, states, specs)
+    expected = alone(dense, grads, params)
+    assert_same_run(run(update, state, params, grads), expected, rtol=1e-4)
+    dropped = np.all(expected[0][0]["w"] == 0, axis=(1, 2)).reshape(4, 2)
+    assert len({tuple(row) for row in dropped}) > 1, "all devices took the same branches"
