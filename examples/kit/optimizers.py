@@ -17,6 +17,7 @@ from magma_optax import (
     mean_multiplier,
     skip_update,
     with_magma,
+    with_skip_update,
 )
 
 # Peak learning rates: for the base as it is, and under Magma. Magma scales the attention and MLP
@@ -60,6 +61,7 @@ class OptimizerConfig:
         temperature: Magma's temperature.
         mask_key: Seed of the coins.
         multiplier: What the control multiplies attention and MLP updates by; None for Magma's mean.
+        lazy: Whether no direction is computed for a dropped block.
     """
 
     name: str
@@ -74,6 +76,7 @@ class OptimizerConfig:
     temperature: float = 2.0
     mask_key: int = 0
     multiplier: float | None = None
+    lazy: bool = False
 
     @property
     def constant(self) -> float:
@@ -222,7 +225,10 @@ def assemble(
     )
     common = {"where": attention_and_mlp, "blocks": blocks, "key": config.mask_key}
     if config.masking == "magma":
-        base = with_magma(base, config.survival_prob, config.temperature, **common)
+        masked = {"lazy": config.lazy, **common}
+        base = with_magma(base, config.survival_prob, config.temperature, **masked)
+    elif config.masking == "skip" and config.lazy:
+        base = with_skip_update(base, config.survival_prob, **common)
     elif config.masking == "skip":
         base = optax.chain(base, skip_update(config.survival_prob, **common))
     elif config.masking == "control":

@@ -36,6 +36,11 @@ SHARED: dict[str, dict[str, Any]] = {
     "--survival-prob": {"type": probability, "help": "of a masked block, or 'alignment' (0.5)"},
     "--temperature": POSITIVE | {"help": "Magma's (2.0)"},
     "--mask-key": SEED | {"help": "seed of the coins (--seed)"},
+    "--lazy": {
+        "action": "store_const",
+        "const": True,
+        "help": "compute no direction for a dropped block: cheaper on muon",
+    },
     "--control": {
         "action": "store_true",
         "help": "in Magma's place, multiply these updates by a constant: what to compare it with",
@@ -99,5 +104,6 @@ def optimizer(args: argparse.Namespace, masking: Masking, **own: Any) -> Optimiz
         temperature=args.temperature,
         mask_key=args.mask_key,
         multiplier=args.multiplier,
+        lazy=bool(args.lazy),
         **own,
     )

@@ -117,6 +117,7 @@ def parser(program: str = "python -m examples.llama.train") -> Parser:
     add("--survival-prob")
     add("--temperature")
     add("--mask-key")
+    add("--lazy")
     add("--learning-rate", help="peak (by optimizer; only Adam's was tuned)")
     add("--steps", help="steps to train (by preset); more with --resume extend a run")
     add("--warmup", help="steps of linear warm-up (a tenth of --steps)")
@@ -190,7 +191,7 @@ def resolve(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) ->
         need(args, args.magma, "--magma", "survival_prob")
     masked = args.magma or args.skip_update
     need(args, masked or args.control, "--magma or --skip-update", "survival_prob")
-    need(args, masked, "--magma or --skip-update", "mask_key")
+    need(args, masked, "--magma or --skip-update", "mask_key", "lazy")
     if args.distributed is not None and args.out is None:
         raise SettingsError("--distributed needs --out, one folder that all hosts see")
     if args.resume and args.out is None:

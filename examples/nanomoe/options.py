@@ -43,6 +43,7 @@ def parser() -> Parser:
     add("--survival-prob")
     add("--temperature")
     add("--mask-key")
+    add("--lazy")
     add("--learning-rate")
     add("--steps")
     add("--warmup")
@@ -69,7 +70,7 @@ def resolve(args: argparse.Namespace) -> TrainConfig:
     need(args, args.magma or args.control, "--magma", "survival_prob", "temperature")
     if args.survival_prob == "alignment":
         need(args, args.magma, "--magma", "survival_prob")
-    need(args, args.magma, "--magma", "mask_key")
+    need(args, args.magma, "--magma", "mask_key", "lazy")
     default(args, "weight_decay", 0.0 if args.optimizer == "adam" else 0.1)
     training_options.complete(args, RECIPES[args.preset], platform())
 

@@ -3,11 +3,12 @@
 The direction of a dropped block is thrown away. Where it is what a step costs, as Muon's
 orthogonalization is, leaving it out makes the step cheaper than the base's own. Nothing is known of
 the base but its update function: that is traced, and what only one leaf's direction needs is put
-into a branch on the leaf's coin, or into a loop over blocks with a branch for each.
+into a branch on the leaf's coin. Where a leaf holds many blocks, the surviving ones are cut out and
+computed in batches.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +20,12 @@ from jax.core import Tracer
 from magma_optax._blocks.cutting import Cut
 from magma_optax._blocks.mesh import vary
 from magma_optax._blocks.paths import NamedTree
-from magma_optax._lazy.blocks import Blocks, MixesError, blocks_of
+from magma_optax._lazy.blocks import Blocks, Index, MixesError, blocks_of
 from magma_optax._lazy.doubled import trace_doubled
 from magma_optax._lazy.program import Program, Values
 from magma_optax._lazy.split import split
+
+_BATCHES = (8, 4, 2, 1)
 
 Directions = Callable[[Mapping[str, jax.Array]], Any]
 
@@ -144,7 +147,7 @@ class LazyUpdate:
 
         def of(path: str, _: Any) -> jax.Array:
             if path in self._blocks:
-                return self._block_by_block(path, m[path])
+                return self._by_block(path, m[path])
             if path in self._alone:
                 return self._of_leaf(path, m[path])
             return self._values[self._direction[path]]
@@ -159,27 +162,51 @@ class LazyUpdate:
 
         return jax.lax.cond(m.reshape(()), compute, lambda: _zeros(self._program.types[value]))
 
-    def _block_by_block(self, path: str, m: jax.Array) -> jax.Array:
-        blocks, cut, numbers = self._blocks[path], self._cuts[path], self._alone[path]
+    def _by_block(self, path: str, m: jax.Array) -> jax.Array:
+        """Survivors first, in batches: a block alone may be too little work for a device.
+
+        A batch of 8 while there are 8 left, then one of 4, 2 and 1 where the number left holds it,
+        so that no dropped block is computed.
+        """
+        blocks, cut, steps = self._blocks[path], self._cuts[path], self._alone[path]
         value = self._direction[path]
-        kind = self._program.types[value]
-        read = self._program.read_by(numbers)
+        read = self._program.read_by(steps)
+        order = jnp.argsort(~m.ravel())
+        survivors = jnp.sum(m, dtype=np.int32)
 
-        def compute(index: tuple[jax.Array, ...]) -> jax.Array:
-            given = {x: blocks.cut_out(x, self._values[x], index) for x in read}
-            return blocks.run(numbers, given)[value]
+        def compute(index: Sequence[Index]) -> list[jax.Array]:
+            parts = [{x: blocks.cut_out(x, self._values[x], i) for x in read} for i in index]
+            given = jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
+            made = jax.vmap(lambda given: blocks.run(steps, given)[value])(given)
+            return list(made)
 
-        def add(n: jax.Array, found: jax.Array) -> jax.Array:
-            index = _unravel(n, cut.shape)
-            survives = jax.lax.dynamic_index_in_dim(m.ravel(), n, keepdims=False)
-            zeros = functools.partial(_zeros, kind.update(shape=blocks.shape(value)))
-            block = jax.lax.cond(survives, lambda: compute(index), zeros)
-            start: list[Any] = [np.int32(0)] * cut.ndim
-            for axis, place in zip(cut.axes, index, strict=True):
-                start[axis] = place
-            return jax.lax.dynamic_update_slice(found, block, start)
+        def add(size: int, start: jax.Array, wanted: jax.Array, found: jax.Array) -> jax.Array:
+            chosen = jax.lax.dynamic_slice_in_dim(order, start, size)
+            index = [_unravel(chosen[n], cut.shape) for n in range(size)]
+            made = jax.lax.cond(
+                wanted,
+                lambda: compute(index),
+                lambda: [blocks.cut_out(value, found, i) for i in index],
+            )
+            for i, block in zip(index, made, strict=True):
+                place: list[Any] = [np.int32(0)] * cut.ndim
+                for axis, at in zip(cut.axes, i, strict=True):
+                    place[axis] = at
+                found = jax.lax.dynamic_update_slice(found, block, place)
+            return found
 
-        return jax.lax.fori_loop(0, cut.size, add, _zeros(kind))
+        found = _zeros(self._program.types[value])
+        largest, *smaller = [size for size in _BATCHES if size <= cut.size]
+
+        def add_largest(n: jax.Array, found: jax.Array) -> jax.Array:
+            start = n * np.int32(largest)
+            return add(largest, start, start + np.int32(largest) <= survivors, found)
+
+        found = jax.lax.fori_loop(0, cut.size // largest, add_largest, found)
+        for size in smaller:
+            start = survivors // np.int32(2 * size) * np.int32(2 * size)
+            found = add(size, start, survivors & np.int32(size) > 0, found)
+        return found
 
 
 def _unravel(n: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:

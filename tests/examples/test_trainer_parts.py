@@ -43,7 +43,7 @@ def test_a_configuration_does_not_change(config):
 
 def test_what_a_checkpoint_compares_has_the_names_that_it_always_had_and_the_controls():
     names = """preset scan_layers remat dtype packing batch_size seq_len optimizer magma skip_update
-        control multiplier survival_prob temperature mask_key learning_rate steps warmup
+        control multiplier survival_prob temperature mask_key lazy learning_rate steps warmup
         weight_decay clip seed"""
     assert list(of_llama().decisive()) == names.split()
 
