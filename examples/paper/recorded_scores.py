@@ -4,7 +4,7 @@
 
 prints the table of `docs/white_noise.md` from the records in `examples/paper/results`. The score of
 a run is that of its last step, in the mean over its blocks. The toy problems are not in the table:
-a block of the quadratics has three elements.
+a block of the quadratics has three elements. Nor are arms with another score than Magma's.
 """
 
 from examples.kit import interrupts
@@ -89,7 +89,8 @@ def grouped(folder: Path = RESULTS) -> dict[Group, list[float]]:
     groups: dict[Group, list[float]] = {}
     for name in FILES:
         for record in records.read(folder / f"{name}.jsonl"):
-            if (found := record["results"]["alignment"]) is not None:
+            own = "@" not in record["settings"]["arm"]  # arms beyond the paper score otherwise
+            if own and (found := record["results"]["alignment"]) is not None:
                 groups.setdefault(group_of(record), []).append(found)
     return groups
 

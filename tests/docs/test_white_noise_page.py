@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from test_readme import ROOT
 
@@ -10,10 +11,12 @@ from magma_optax import mean_multiplier
 recorded_scores = pytest.importorskip("examples.paper.recorded_scores")
 
 from examples.kit import records  # noqa: E402
+from examples.kit.optimizers import MOMENTUM_DECAYS  # noqa: E402
 from examples.paper import RESULTS, alignment_report, white_noise  # noqa: E402
 
 PAGE = (ROOT / "docs/white_noise.md").read_text()
 MEASURED = RESULTS / "alignment_40m.jsonl"
+RATES = {"adam": 1e-3, "muon": 4e-3}
 
 
 def rows(head):
@@ -80,3 +83,72 @@ def test_what_was_measured_is_on_the_page():
     shown = alignment_report.tables(found).split("\n\n") if found else []
     assert all(part in PAGE for part in shown if part.startswith("|"))
     assert ("images/alignment.png" in PAGE) == bool(found)
+
+
+def test_what_is_said_about_what_was_measured():
+    found = records.read(MEASURED)
+    runs = {base: alignment_report.select(found, measured="run", base=base) for base in RATES}
+    still = {base: alignment_report.select(found, measured="frozen", base=base) for base in RATES}
+    excess, lost = {}, {}
+    for base, points in runs.items():
+        for record in points:
+            step, results, b1 = record["settings"]["step"], record["results"], MOMENTUM_DECAYS[base]
+            now, before = (np.array(list(results[name].values())) for name in ("now", "before"))
+            assert len(now) == 56
+            noise = white_noise.score(white_noise.noise_cosine(b1))
+            excess[base, step] = np.mean(white_noise.score(now)) - noise
+            assert step < 150 or before.mean() < 0
+            if step == 50:
+                kept = b1 * np.sqrt((1 - before**2) / (1 - now**2))
+                assert excess[base, step] < 0
+                lost[base] = round(100 * (1 - kept.mean()))
+    assert f"loses {lost['muon']} to {lost['adam']} %" in PAGE
+    assert f"{max(excess.values()):.3f} at most" in PAGE
+    assert f"by {excess['muon', 600]:.3f} at step 600" in PAGE
+    assert f"Adam's is above by {excess['adam', 600]:.3f}" in PAGE
+    assert max(abs(excess[base, 1500]) for base in RATES) < 0.0005
+    for step in (600, 900, 1200, 1500):
+        means = [
+            alignment_report.mean(record["results"]["before"])
+            for base in ("muon", "adam")
+            for record in runs[base]
+            if record["settings"]["step"] == step
+        ]
+        assert means[0] < means[1] < 0
+
+    ratios = {
+        base: np.array([alignment_report.mean_ratio(r["results"]) for r in records_]).reshape(
+            3, 4, 2
+        )
+        for base, records_ in still.items()
+    }
+    growth = np.stack([x[:, 1:, 0] / x[:, :-1, 0] for x in ratios.values()])
+    assert f"{growth.min():.1f} to {growth.max():.1f} times the ratio" in PAGE
+    falls = ratios["adam"][:, 1, 0]
+    assert f"from {falls[0]:.2f} to {falls[-1]:.3f} on Adam" in PAGE
+    equal = 65_536 / falls  # where it is 1, if it grows with the batch
+    assert equal[0] == pytest.approx(15e3, rel=0.05) and equal[-1] == pytest.approx(0.9e6, rel=0.05)
+    for x in ratios.values():
+        assert x[2, 1, 0] > 8 * x[2, 1, 1]
+    against = ratios["muon"][:, :, 0] / ratios["adam"][:, :, 0]
+    assert f"Muon has {against.min():.1f} to {against.max():.1f} times" in PAGE
+
+
+def test_what_is_said_about_matrices_and_layers():
+    found = records.read(MEASURED)
+    for base in RATES:
+        later = alignment_report.later(alignment_report.select(found, measured="run", base=base))
+        end = alignment_report.select(found, measured="frozen", base=base, step=1500, rows=256)[0]
+        for of, first in (
+            (alignment_report.kind_of, ["v", "o"]),
+            (alignment_report.layer_of, ["0"]),
+        ):
+            before = alignment_report.mean_by(of, alignment_report.over_points(later, "before"))
+            ratio = alignment_report.mean_by(of, end["results"]["signal_to_noise"])
+            assert sorted(before, key=before.get)[: len(first)] == first
+            assert sorted(ratio, key=ratio.get, reverse=True)[: len(first)] == first
+        now = alignment_report.over_points(later, "now")
+        if base == "adam":
+            kinds = alignment_report.mean_by(alignment_report.kind_of, now)
+            away = [abs(x - white_noise.noise_cosine(0.9)) for k, x in kinds.items() if k != "v"]
+            assert max(away) < 0.002
