@@ -1,5 +1,6 @@
 """What the front pages say follows from the records' pages, the package and its picture."""
 
+import json
 import re
 import runpy
 
@@ -35,6 +36,29 @@ def test_the_two_tables_agree():
         for page in ("README.md", "docs/should_i_use_it.md")
     ]
     assert rows[0] == rows[1]
+
+
+def test_what_lazy_steps_cost_is_recorded():
+    lines = text("examples/benchmark/results.jsonl").splitlines()
+    records = [(r["settings"], r["results"]) for r in map(json.loads, lines)]
+
+    def row(layers, form):
+        wanted = {"part": "step", "base": "muon", "leaves": layers, "form": form}
+        found = [results for settings, results in records if wanted.items() <= settings.items()]
+        return found[-1]
+
+    separate, stacked = "219 separate", "12 stacked"
+    for page in ("README.md", "docs/performance.md"):
+        assert f"{row(separate, 'with_magma')['ratio']:.2f}" in text(page)
+        assert f"{row(separate, 'lazy with_magma')['ratio']:.2f}" in text(page)
+    [table] = re.findall(
+        r"^\| layers \| blocks that.*?\n\n", text("docs/performance.md"), re.M | re.S
+    )
+    for layers, line in zip((separate, stacked), table.strip().splitlines()[2:], strict=True):
+        bare, dense, lazy = (row(layers, f) for f in ("bare", "with_magma", "lazy with_magma"))
+        cells = [cell.strip(" *") for cell in line.split("|")][3:]
+        assert cells[0] == f"{bare['ms']:.0f} ms"
+        assert cells[1:3] == [f"{dense['ratio']:.2f}", f"{lazy['ratio']:.2f}"]
 
 
 def test_the_api_has_every_public_name():

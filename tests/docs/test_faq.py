@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from costly import costly
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_readme import blocks
@@ -29,6 +30,10 @@ def in_shard_map():
         return tx.update(grads, tx.init(grads))[0]
 
     jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"))).lower(W)
+
+
+def lazy(base, **kwargs):
+    return with_magma(base, lazy=True, **kwargs)
 
 
 TRIGGERS = {
@@ -54,6 +59,13 @@ TRIGGERS = {
         with_magma(optax.adam(1e-3)), with_magma(optax.adam(1e-3)).init(W)._asdict()
     ),
     "with_magma around optax.MultiSteps": lambda: with_magma(optax.MultiSteps(optax.adam(1e-3), 2)),
+    "lazy: the base computes": lambda: lazy(
+        optax.chain(costly(lambda x: x @ x), optax.clip_by_global_norm(1.0))
+    ).init({"a": W["w"], "b": W["w"]}),
+    "lazy: the base's direction of": lambda: lazy(
+        costly(lambda x: x @ x / jnp.sum(x)), blocks=stacked(0)
+    ).init({"layers": jnp.ones((3, 4, 4))}),
+    "lazy: the base's new state": lambda: lazy(optax.sgd(1e-2)).init(W),
     "`grad` differs": lambda: update(magma(), grad={"v": W["w"]}),
     "'w': devices along": in_shard_map,
     "fused_adam: 'w'": lambda: fused_adam(1e-3).init({"w": jnp.ones((4, 4), jnp.bfloat16)}),
