@@ -30,7 +30,8 @@ def tiny():
         return nll / count
 
     params = nnx.to_pure_dict(state)
-    return tuple(map(one_of_each, (params, gradient(params, tokens), gradient(params, 19 - tokens))))
+    trees = params, gradient(params, tokens), gradient(params, 19 - tokens)
+    return tuple(map(one_of_each, trees))
 
 
 def one_of_each(tree):
