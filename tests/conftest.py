@@ -24,12 +24,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPA
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+import gc  # noqa: E402
+
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 import pytest  # noqa: E402
+
+
+def pytest_collection_finish():
+    """What was imported stays: Python need not look through it for garbage again and again."""
+    gc.freeze()
 
 
 @pytest.fixture
