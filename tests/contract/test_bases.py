@@ -45,7 +45,7 @@ def test_masks_scales_and_leaves_the_base_alone(form, base_name, base):
     ("form", "base_name"),
     [
         *(("with_magma", base) for base in BASES),
-        # The links see no more of a base than its updates: one that keeps nothing and one that does.
+        # The links see no more of a base than its updates: one that keeps nothing, one that does.
         *((link, base) for link in ("magma", "skip_update") for base in ("sgd", "schedule_free")),
     ],
     indirect=True,

@@ -123,7 +123,7 @@ def test_every_alias_scores_as_an_ema_of_the_raw_gradient(name):
 
 
 def decays_of(base, state, found):
-    """The base's decays, read from one update with zero gradients; Magma's own default elsewhere."""
+    """From one update with zero gradients; Magma's own default where the base has no EMA."""
     decays = dict.fromkeys(PARAMS, 0.9)
     if found:
         ones = jax.tree.map(lambda x: jnp.ones_like(x) if x.ndim else x, state)
