@@ -7,7 +7,6 @@ import functools
 
 import jax
 from jax import Array
-from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import PartitionSpec
 
 from examples.llama.sharding import AXES, row_spec
@@ -61,6 +60,9 @@ def splash(q: Array, k: Array, v: Array, interpret: bool = False) -> Array:
 
 
 def _splash(q: Array, k: Array, v: Array, interpret: bool) -> Array:
+    # Here, as nothing but a TPU needs it: its import takes longer than those of JAX's other parts.
+    from jax.experimental.pallas.ops.tpu import splash_attention
+
     length, heads, width = q.shape[1:]
     block = max(size for size in range(LANES, BLOCK + 1, LANES) if length % size == 0)
     kernel = splash_attention.make_splash_mha(

@@ -35,9 +35,13 @@ def layer_blocks(scan_layers: bool) -> Blocks:
 
 def abstract_model(config: LlamaConfig, seed: int) -> tuple[nnx.GraphDef, optax.Params]:
     """Returns the model's structure and its parameters' `jax.ShapeDtypeStruct`."""
-    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(seed)))
-    graphdef, state = nnx.split(model)
+    graphdef, state = _abstract_model(config, seed)
     return graphdef, nnx.to_pure_dict(state)
+
+
+@functools.cache  # the trainer asks twice, and NNX takes a quarter of a second
+def _abstract_model(config: LlamaConfig, seed: int) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(seed))))
 
 
 def make_functions(

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from contract_bases import PARAMS, bare_steps, scan_steps
+from contract_bases import BASES, PARAMS, bare_steps, scan_steps
 
 from magma_optax import summarize
 
@@ -41,6 +41,15 @@ def test_masks_scales_and_leaves_the_base_alone(form, base_name, base):
     assert 4 <= sum(alive) <= 12, "16 coins of probability 1/2"
 
 
+@pytest.mark.parametrize(
+    ("form", "base_name"),
+    [
+        *(("with_magma", base) for base in BASES),
+        # The links see no more of a base than its updates: one that keeps nothing, one that does.
+        *((link, base) for link in ("magma", "skip_update") for base in ("sgd", "schedule_free")),
+    ],
+    indirect=True,
+)
 def test_p_one_without_damping_is_the_base(form, base_name, base):
     kwargs = {} if form.name == "skip_update" else {"damping": False}
     updates, _ = scan_steps(form.wrap(base, survival_prob=1.0, **kwargs), STEPS)

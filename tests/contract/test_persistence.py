@@ -1,5 +1,6 @@
 """A state saved in any of the usual ways continues bit for bit; a foreign one is named."""
 
+import functools
 import io
 import pickle
 
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from contract_bases import PARAMS, grads_at
+from contract_bases import FORMS, PARAMS, grads_at
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,17 +28,14 @@ def continue_run(tx, state):
     return updates, state
 
 
-@pytest.fixture
-def tx(form):
-    return form.wrap(optax.rmsprop(1e-2), key=jax.random.key(4))
-
-
-@pytest.fixture
-def state(tx):
+@functools.cache
+def uninterrupted(form):
+    """(transformation, its state after two steps, updates and state after two more)."""
+    tx = FORMS[form].wrap(optax.rmsprop(1e-2), key=jax.random.key(4))
     state = tx.init(PARAMS)
     for grads in GRADS[:2]:
         _, state = tx.update(grads, state, PARAMS, grad=grads)
-    return state
+    return tx, state, continue_run(tx, state)
 
 
 def abstract(tx):
@@ -108,10 +106,11 @@ def through_an_asynchronous_manager(tx, state, path):
         through_an_asynchronous_manager,
     ],
 )
-def test_resumes_bit_for_bit(tx, state, through, tmp_path):
+def test_resumes_bit_for_bit(form, through, tmp_path):
+    tx, state, expected = uninterrupted(form.name)
     restored = through(tx, state, tmp_path.resolve())
     chex.assert_trees_all_equal(restored, state)
-    chex.assert_trees_all_equal(continue_run(tx, restored), continue_run(tx, state))
+    chex.assert_trees_all_equal(continue_run(tx, restored), expected)
 
 
 def abstract_on(devices, tx, params):
@@ -134,10 +133,21 @@ def abstract_on(devices, tx, params):
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"where": attention_and_mlp}, {"blocks": stacked(0)}])
-@pytest.mark.parametrize("base", [optax.adam, optax.rmsprop, optax.sgd])
-def test_restores_sharded_onto_another_mesh(form, base, options, tmp_path):
-    tx = form.wrap(base(1e-2), **options)
+OPTIONS = {"default": {}, "where": {"where": attention_and_mlp}, "blocks": {"blocks": stacked(0)}}
+DIAGONAL = list(zip(OPTIONS, [optax.adam, optax.rmsprop, optax.sgd], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("form_name", "options", "base"),
+    [
+        # What with_magma keeps depends on the base; what the links keep doesn't.
+        *(("with_magma", name, base) for name in OPTIONS for _, base in DIAGONAL),
+        *((link, name, base) for link in ("magma", "skip_update") for name, base in DIAGONAL),
+    ],
+)
+def test_restores_sharded_onto_another_mesh(form_name, base, options, tmp_path):
+    form = FORMS[form_name]
+    tx = form.wrap(base(1e-2), **OPTIONS[options])
     params = {"mlp": {"w": jnp.arange(64.0).reshape(16, 4)}, "norm": jnp.ones(4)}
     four = jax.tree.map(lambda x: x.sharding, abstract_on(4, tx, params))
     state = jax.jit(tx.init, out_shardings=four)(params)

@@ -18,6 +18,7 @@ from examples.kit import checkpoint, folder, metrics, text
 from examples.kit.options import SettingsError
 from examples.kit.paths import by_path
 from examples.llama import train
+from examples.llama.config import PRESETS
 
 
 def tree(step):
@@ -232,6 +233,14 @@ def test_a_folder_that_checkpoints_cannot_be_read_from_is_refused(tmp_path, part
 
 # ---------------------------------------------------------------------------------------------
 # The trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_layer():
+    """To compile sooner."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], num_layers=1))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from llama_sources import BATCH_SIZE, SEQ_LEN, error_of, load, text_of, write_sh
 
 from examples.kit.data import load as data
 from examples.kit.data import stream as data_stream
+from examples.kit.data import text as data_text
 from examples.kit.data.text import hold_out, split_docstrings
 
 CORPUS = Path(__file__).parents[3] / "shared" / "corpus"
@@ -68,9 +69,10 @@ def write_tokens(folder, tokenizer, documents=60):
 
 
 @pytest.fixture(params=SMALL)
-def source(request, tmp_path, tokenizer):
+def source(request, tmp_path, tokenizer, monkeypatch):
     """Each kind of source; all but the library are small enough for several epochs."""
     if request.param == "library":
+        monkeypatch.setattr(data_text, "_MAX_LIBRARY_CHARACTERS", 1_000_000)
         return None
     if request.param == "text":
         for i in range(40):
@@ -115,7 +117,7 @@ def test_resumes_exactly(source, packing, monkeypatch):
     monkeypatch.setattr(data_stream, "WINDOW", 50)
     loaded = load(source, packing=packing)
     iterator = iter(loaded.train)
-    # Several epochs and shuffle windows, but for the library, which has 600,000 rows an epoch.
+    # Several epochs and shuffle windows, but for the library, which has 60,000 rows an epoch.
     states, batches = [iterator.get_state()], []
     for batch in itertools.islice(iterator, 240):
         batches.append(batch)

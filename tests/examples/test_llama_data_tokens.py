@@ -23,7 +23,10 @@ def pack(path):
 
 
 each_packing = pytest.mark.parametrize("packed", [False, True], ids=["bin", "xz"])
-each_split = pytest.mark.parametrize("name", ["train", "val"])
+# Splits and packings are read alike: each once.
+each_split_and_packing = pytest.mark.parametrize(
+    ("name", "packed"), [("train", False), ("val", True)], ids=["train.bin", "val.xz"]
+)
 
 
 @each_packing
@@ -61,8 +64,7 @@ def test_without_val_bin_the_end_is_held_out(tmp_path):
     np.testing.assert_array_equal(targets[targets >= 0], train[-150:][1:])
 
 
-@each_packing
-@each_split
+@each_split_and_packing
 @pytest.mark.parametrize(
     ("size", "dtype", "expected"),
     [
@@ -84,8 +86,7 @@ def test_files_of_another_width_are_refused(tmp_path, name, packed, size, dtype,
     assert message.startswith(f"{path}: ") and expected in message
 
 
-@each_packing
-@each_split
+@each_split_and_packing
 @pytest.mark.parametrize(
     ("size", "content", "expected"),
     [

@@ -1,6 +1,7 @@
 """The trainers where they are run: threads, notebooks, odd terminals and environments, Ctrl-C."""
 
 import asyncio
+import dataclasses
 import io
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from examples.kit import console, hosts, interrupts, metrics
 from examples.kit import plot as kit_plot
 from examples.llama import train
+from examples.llama.config import PRESETS
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = [
@@ -30,6 +32,14 @@ PROGRAMS = [
     "paper.section5_theory",
     "paper.table1_llama",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_layer():
+    """To compile sooner, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], num_layers=1))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,11 @@
 """The minimal example runs, three ways."""
 
-import pathlib
 import re
-import subprocess
-import sys
+import runpy
 
 
-def test_every_way_learns():
-    root = pathlib.Path(__file__).parents[2]
-    command = [sys.executable, "-W", "error", "-m", "examples.minimal"]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    losses = dict(re.findall(r"^(\w+): +(\S+)$", result.stdout, re.M))
+def test_every_way_learns(capsys):
+    runpy.run_module("examples.minimal", run_name="__main__")
+    losses = dict(re.findall(r"^(\w+): +(\S+)$", capsys.readouterr().out, re.M))
     assert losses.keys() == {"optax", "nnx", "linen"}
     assert all(float(loss) < 1e-3 for loss in losses.values())

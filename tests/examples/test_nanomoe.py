@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -40,6 +41,7 @@ ROUTE = jax.jit(route, static_argnums=(1, 2))  # logits, top_k, capacity
 TOKENS = np.random.default_rng(0).integers(0, 50, (3, 11))  # (B, T)
 
 
+@functools.cache
 def make(config=CONFIG, seed=0):
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: NanoMoE(config, rngs=nnx.Rngs(seed))))
     init = jax.jit(lambda: nnx.to_pure_dict(nnx.state(NanoMoE(config, rngs=nnx.Rngs(seed)))))

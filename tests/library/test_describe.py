@@ -38,10 +38,11 @@ def test_leaves_that_differ_by_more_than_a_layer_stand_apart():
 @pytest.mark.parametrize("blocks", ["leaf", "row", "element", stacked(0), lambda path, leaf: ()])
 @pytest.mark.parametrize("where", [None, attention_and_mlp, lambda path, leaf: "kernel" in path])
 def test_says_what_is_masked(where, blocks):
-    abstract = jax.eval_shape(lambda: PARAMS)
+    params = PARAMS | {"layers": [LAYER] * 2}
+    abstract = jax.eval_shape(lambda: params)
     masking = describe_masking(abstract, where=where, blocks=blocks)
     tx = skip_update(1e-6, where=where, blocks=blocks)
-    updates, _ = tx.update(PARAMS, tx.init(PARAMS))
+    updates, _ = jax.jit(tx.update)(params, tx.init(params))
     for path, update in jax.tree.leaves_with_path(updates):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         assert (name in masking.masked) == (not update.any()) == (name not in masking.left_out)

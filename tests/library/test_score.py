@@ -45,8 +45,9 @@ def scores_of(state):
 def run(tx, grads=GRADS, place=lambda tree: tree):
     params = place(PARAMS)
     state = tx.init(params)
+    update = jax.jit(lambda g, s: tx.update(g, s, params, grad=g))
     for g in map(place, grads):
-        _, state = jax.jit(lambda g, s: tx.update(g, s, params, grad=g))(g, state)
+        _, state = update(g, state)
     return scores_of(state)
 
 
@@ -85,7 +86,7 @@ def test_it_sees_float32_whatever_the_parameters_are(form, gradients):
     tx = FORMS[form](score=Score(products, lambda sums, tau: sums[0] / tau))
     params = optax.tree.cast(PARAMS, jnp.bfloat16)
     grads = optax.tree.cast(GRADS[0], gradients)
-    tx.update(grads, tx.init(params), params, grad=grads)
+    jax.eval_shape(lambda: tx.update(grads, tx.init(params), params, grad=grads))
     assert seen == {"float32"}
 
 

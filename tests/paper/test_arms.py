@@ -18,7 +18,7 @@ from magma_optax import attention_and_mlp, mean_multiplier
 
 @pytest.fixture(scope="module")
 def tiny():
-    """Parameters of a very small Llama and two steps' gradients."""
+    """Parameters of a very small Llama and two steps' gradients, one leaf of each kind."""
     config = LlamaConfig(20, 8, 12, 2, 1)
     graphdef, state = nnx.split(Llama(config, rngs=nnx.Rngs(0)))
     tokens = jnp.arange(24).reshape(2, 12) % 20
@@ -30,12 +30,21 @@ def tiny():
         return nll / count
 
     params = nnx.to_pure_dict(state)
-    return params, [gradient(params, tokens), gradient(params, 19 - tokens)]
+    trees = params, gradient(params, tokens), gradient(params, 19 - tokens)
+    return tuple(map(one_of_each, trees))
+
+
+def one_of_each(tree):
+    """The embedding, the head, a norm, and a matrix each of 8 x 8, 8 x 12 and 12 x 8."""
+    layer = tree["layers"][0]
+    few = {"self_attn": ["q_proj"], "mlp": ["up_proj", "down_proj"]}
+    kept = {part: {name: layer[part][name] for name in names} for part, names in few.items()}
+    return tree | {"layers": {0: kept}}
 
 
 def updates_of(arm, tiny, rate, key):
     """Both steps' updates, stacked, and the last state; rate and key are traced."""
-    params, gradients = tiny
+    params, *gradients = tiny
     stacked = jax.tree.map(lambda *steps: jnp.stack(steps), *gradients)
 
     @jax.jit
@@ -95,7 +104,7 @@ def test_decays_of_the_second_moment(tiny, base, usual):
 @pytest.mark.parametrize("name", ["adam", "adam+magma", "adam+skip", "muon+constant"])
 def test_a_traced_rate_and_seed_are_as_good_as_numbers(tiny, name):
     updates, _ = updates_of(ARMS[name], tiny, jnp.float32(0.01), jnp.uint32(3))
-    params, gradients = tiny
+    params, *gradients = tiny
     tx = optax.with_extra_args_support(ARMS[name].build(lambda step: 0.01 / (step + 1), 3))
     update = jax.jit(tx.update)
     first, state = update(gradients[0], tx.init(params), params)
@@ -116,7 +125,7 @@ def test_magma_reuses_adams_moment_under_a_traced_rate(tiny):
 
 
 def test_controls_scale_attention_and_mlp_alone(tiny):
-    def norms(name, key=0):
+    def norms(name, key=1):
         updates, _ = updates_of(ARMS[name], tiny, jnp.float32(0.01), jnp.uint32(key))
         return np.array([jnp.linalg.norm(u[0]) for u in jax.tree.leaves(updates)])
 

@@ -34,15 +34,21 @@ def gradients(shapes, steps=STEPS, seed=0):
     return {name: rng.normal(size=(steps, *s)).astype(np.float32) for name, s in shapes.items()}
 
 
-def run(tx, grads):
-    """The directions of all steps, under jit and lax.scan, which also refuses drifting dtypes."""
+def run_with_states(tx, grads):
+    """All steps' directions and states, under jit and lax.scan, which refuses drifting dtypes."""
     params = {name: jnp.zeros(g.shape[1:], g.dtype) for name, g in grads.items()}
 
     def step(state, g):
         u, state = tx.update(g, state, params)
-        return state, u
+        return state, (u, state)
 
-    return jax.jit(lambda state, g: jax.lax.scan(step, state, g)[::-1])(tx.init(params), grads)
+    return jax.jit(lambda state, g: jax.lax.scan(step, state, g)[1])(tx.init(params), grads)
+
+
+def run(tx, grads):
+    """All steps' directions and the last state."""
+    directions, states = run_with_states(tx, grads)
+    return directions, jax.tree.map(lambda x: np.asarray(x)[-1], states)
 
 
 def double(grads, name):
@@ -109,13 +115,14 @@ def test_sgg(clusters):
 
 def test_sgg_parts():
     x = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
-    labels = k_means(jnp.asarray(x), 3)
+    labels = jax.jit(k_means, static_argnums=1)(x, 3)
     for row, label in zip(x, labels, strict=True):
         np.testing.assert_array_equal(label, reference.k_means(row.astype(np.float64), 3))
+    median_of = jax.jit(lower_median)
     for n in (1, 2, 7, 50):
         some = np.abs(x[0, :n])
         inside = np.arange(50) < n
-        median, count = lower_median([jnp.abs(x[0])], [jnp.asarray(inside)])
+        median, count = median_of([np.abs(x[0])], [inside])
         assert median == np.sort(some)[(n - 1) // 2] and count == n
 
 
@@ -123,9 +130,8 @@ def test_sgg_parts():
 def test_soap(largest_side):
     grads = gradients({**SHAPES, "vector": (5,)}, steps=10)
     tx = scale_by_soap(interval=3, largest_side=largest_side)
-    got, _ = run(tx, grads)
-    params = {name: jnp.zeros(g.shape[1:]) for name, g in grads.items()}
-    _, state = tx.update({name: g[0] for name, g in grads.items()}, tx.init(params))
+    got, states = run_with_states(tx, grads)
+    state = jax.tree.map(lambda x: np.asarray(x)[0], states)  # after the first step
     for leaf in SHAPES:
         bases = []
         for gram, basis in (
@@ -187,12 +193,21 @@ def test_apollo_on_stacked_matrices():
         np.testing.assert_allclose(got["stacked"][:, i], want, **CLOSE)
 
 
+def llama_gradients():
+    grads = {path: jnp.asarray(g) for path, g in gradients(LLAMA).items()}
+    bf16 = "model/layers/self_attn/q_proj/kernel"
+    return grads | {bf16: grads[bf16].astype(jnp.bfloat16)}
+
+
+@functools.cache
+def adam_in_a_model():
+    return run(optax.adam(0.1), llama_gradients())
+
+
 @pytest.mark.parametrize("name", MATRICES)
 def test_in_a_model(name):
     """On the matrices alone, under Magma, with a learning rate that is traced, in a scan."""
-    grads = {path: jnp.asarray(g) for path, g in gradients(LLAMA).items()}
-    bf16 = "model/layers/self_attn/q_proj/kernel"
-    grads[bf16] = grads[bf16].astype(jnp.bfloat16)
+    grads = llama_gradients()
     params = {path: jnp.zeros(g.shape[1:], g.dtype) for path, g in grads.items()}
 
     def make(lr):
@@ -212,7 +227,7 @@ def test_in_a_model(name):
 
     state, updates = train(0.1)
     assert 0.5 < summarize(state)["alignment_mean"] < 0.7
-    adam, _ = run(optax.adam(0.1), grads)
+    adam, _ = adam_in_a_model()
     for path, u in updates.items():
         assert u.dtype == grads[path].dtype and np.isfinite(np.asarray(u, np.float32)).all()
         if "kernel" in path:

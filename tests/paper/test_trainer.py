@@ -9,12 +9,20 @@ import pytest
 from paper_records import write_words
 
 from examples.kit import records
+from examples.llama.config import LlamaConfig
 from examples.paper import trainer as trainers
 from examples.paper.arms import ARMS
-from examples.paper.tasks.llama import Task
+from examples.paper.tasks.llama import SIZES, Task
 from examples.paper.trainer import State, Trainer, curve, evenly, stacked
 
 TASK = Task("nano", steps=20, batch_size=4, seq_len=16, dtype="float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_narrow_layer():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "nano", LlamaConfig(257, 32, 48, 2, 1))
+        yield
 
 
 @pytest.fixture(scope="module")
