@@ -13,9 +13,11 @@ from trainers import refusal
 
 from examples import pmap_linen
 from examples.kit.aot import topology
-from examples.kit.aot.hlo import counts
+from examples.kit.aot.hlo import computations, counts
 from examples.kit.aot.program import compiled
 from examples.kit.aot.traffic import hbm_bytes
+from examples.kit.mesh import device_mesh
+from examples.kit.optimizers import direction
 from examples.llama import sharding, train
 from examples.llama.aot import with_vocabulary
 from examples.llama.options import CommandLine
@@ -236,6 +238,19 @@ def test_magma_adds_at_most_one_all_reduce_to_the_trainers_step(capsys):
     added = {name: cells[3] for name, cells in rows.items()}
     assert added["base"] == added["SkipUpdate"] == "none"
     assert added["Magma"] in ("1 all-reduce", "none")  # none where merged with the gradients'
+
+
+def test_no_direction_is_computed_outside_a_branch():
+    shapes = {"layers": {"mlp": {"up": jax.ShapeDtypeStruct((3, 256, 512), jnp.float32)}}}
+    specs = {"layers": {"mlp": {"up": P(None, "fsdp", None)}}}
+    mesh = device_mesh((8,), ("fsdp",), (AxisType.Auto,), topology.devices(SLICE))
+    base = optax.chain(direction("muon"), optax.scale(-1e-3))
+    tx = with_magma(base, where=where, blocks=blocks, lazy=True)
+    parts = computations(compiled(lambda: lower_update(tx, shapes, specs, mesh)).text)
+    entry = "\n".join(list(parts.values())[-1])
+    assert entry.count(" conditional(") == 2  # Batches of two and of one.
+    assert "all-gather" not in entry  # A product needs one: the axis is sharded.
+    assert "all-gather" in "\n".join(map("\n".join, parts.values()))
 
 
 def test_the_table_of_updates(capsys):
