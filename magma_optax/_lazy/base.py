@@ -25,7 +25,7 @@ from magma_optax._lazy.doubled import trace_doubled
 from magma_optax._lazy.program import Program, Values
 from magma_optax._lazy.split import split
 
-_BATCHES = (8, 4, 2, 1)
+_BATCHES = (4, 1)  # Each a multiple of the next.
 
 Directions = Callable[[Mapping[str, jax.Array]], Any]
 
@@ -59,8 +59,8 @@ def update_lazily(
       extra_args: for the base.
 
     Returns:
-      A function of the coins m_t, by path, that returns the base's updates, with zeros in the place
-      of the dropped blocks whose direction was left out; and the new state.
+      A function of the coins m_t, by path, that returns the base's updates, with anything finite in
+      the place of dropped blocks; and the new state.
 
     Raises:
       ValueError: the base is not separable by leaf, or by block; with the path.
@@ -165,13 +165,12 @@ class LazyUpdate:
     def _by_block(self, path: str, m: jax.Array) -> jax.Array:
         """Survivors first, in batches: a block alone may be too little work for a device.
 
-        A batch of 8 while there are 8 left, then one of 4, 2 and 1 where the number left holds it,
-        so that no dropped block is computed.
+        The last ones, too few for a batch, go one by one, so that no dropped block is computed.
         """
         blocks, cut, steps = self._blocks[path], self._cuts[path], self._alone[path]
         value = self._direction[path]
         read = self._program.read_by(steps)
-        order = jnp.argsort(~m.ravel())
+        order = jnp.argsort(~m.ravel()).astype(np.int32)
         survivors = jnp.sum(m, dtype=np.int32)
 
         def compute(index: Sequence[Index]) -> list[jax.Array]:
@@ -195,17 +194,15 @@ class LazyUpdate:
                 found = jax.lax.dynamic_update_slice(found, block, place)
             return found
 
-        found = _zeros(self._program.types[value])
-        largest, *smaller = [size for size in _BATCHES if size <= cut.size]
+        def add_next(size: int, done: Any, n: jax.Array, found: jax.Array) -> jax.Array:
+            start = done + n * np.int32(size)
+            return add(size, start, start + np.int32(size) <= survivors, found)
 
-        def add_largest(n: jax.Array, found: jax.Array) -> jax.Array:
-            start = n * np.int32(largest)
-            return add(largest, start, start + np.int32(largest) <= survivors, found)
-
-        found = jax.lax.fori_loop(0, cut.size // largest, add_largest, found)
-        for size in smaller:
-            start = survivors // np.int32(2 * size) * np.int32(2 * size)
-            found = add(size, start, survivors & np.int32(size) > 0, found)
+        found, done, left = _zeros(self._program.types[value]), np.int32(0), cut.size
+        for size in [size for size in _BATCHES if size <= cut.size]:
+            step, times = functools.partial(add_next, size, done), np.int32(left // size)
+            found = jax.lax.fori_loop(np.int32(0), times, step, found)
+            done, left = survivors // np.int32(size) * np.int32(size), size - 1
         return found
 
 

@@ -6,7 +6,7 @@ steps make the same values, and what doubles in size indexes blocks.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,20 +81,24 @@ class Blocks:
         for axis, (numbers, size) in enumerate(
             zip(self.axes(value), self.shape(value), strict=True)
         ):
-            if len(numbers) > 1:  # Two axes of blocks in one: their order does not show.
-                raise MixesError("shapes")
             for number in numbers:
                 x = jax.lax.dynamic_slice_in_dim(x, index[number] * size, size, axis)
         return x
 
-    def check(self, numbers: Iterable[int]) -> None:
-        """Raise a MixesError if one of these steps mixes blocks."""
+    def check(self, numbers: Collection[int]) -> None:
+        """Raise a MixesError if one of these steps mixes blocks, or reads what cannot be cut."""
+        for value in self._whole.read_by(numbers):
+            if any(len(held) > 1 for held in self.axes(value)):
+                raise MixesError("shapes")  # Two axes of blocks in one: their order does not show.
+        self._check(numbers)
+
+    def _check(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             step = self._whole.steps[number]
             if not self._keeps_apart(step):
                 raise MixesError(step.name)
             for body in self._bodies(step):
-                body.check(range(len(body._whole.steps)))
+                body._check(range(len(body._whole.steps)))
 
     def run(self, numbers: Iterable[int], values: Values) -> Values:
         """Compute these steps for one block, as `Program.run` does for all."""

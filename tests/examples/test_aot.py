@@ -68,13 +68,12 @@ def test_loops_multiply_and_a_collective_in_parts_is_one():
 
 
 UNROLLED = """
-  %a = f32[8]{0} all-gather(%x), channel_id=2, frontend_attributes={async_collective_name="start"}
-  %b = f32[8]{0} all-gather(%a), channel_id=2, frontend_attributes={async_collective_name="start.1"}
-  %c = f32[8]{0} all-gather(%b), channel_id=2, frontend_attributes={async_collective_name="start.1"}
+  %a = f32[8]{0} all-gather(%x), channel_id=2, dimensions={0}
+  %b = f32[8]{0} all-gather(%a), channel_id=2, dimensions={0}
 """
 
 
-def test_copies_in_an_unrolled_loop_share_a_channel_but_no_name():
+def test_copies_in_an_unrolled_loop_share_a_channel():
     assert collectives(UNROLLED) == [Collective("all-gather", 32, 32)] * 2
 
 

@@ -17,7 +17,6 @@ _OP = re.compile(
     r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
 )
 _CHANNEL = re.compile(r"channel_id=\d+")
-_NAME = re.compile(r'async_collective_name="[^"]+"')
 _ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+)[a-z0-9]*\[(?P<shape>[\d,]*)\]")
 
 
@@ -56,21 +55,21 @@ def collectives(text: str) -> list[Collective]:
     """Return the collectives of an HLO module, ``compiled.as_text()``.
 
     TPU's compiler spreads an asynchronous collective over several fused computations, which share
-    its name, or its channel where they have none: it is one. An unrolled loop makes several of one
-    channel and other names.
+    its channel: it is one. Several of one channel within one computation are those of an unrolled
+    loop.
     """
     parts = computations(text) or {"": text.splitlines()}
     runs = _runs(parts)
-    found, seen = [], set()
+    found: list[Collective] = []
+    homes: dict[str, str] = {}  # of channels
     for name, lines in parts.items():
         for line in lines:
             op = _OP.search(line)
             if not op:
                 continue
-            if identity := _NAME.search(line) or _CHANNEL.search(line):
-                if identity[0] in seen:
-                    continue
-                seen.add(identity[0])
+            channel = _CHANNEL.search(line)
+            if channel and homes.setdefault(channel[0], name) != name:
+                continue
             sizes = [array_bytes(array) for array in _ARRAY.finditer(op["result"])]
             if op["start"] and op["kind"] != "all-reduce" and len(sizes) > 1:
                 sizes = sizes[1:2]  # (operand, result, and what the hardware keeps)
