@@ -70,7 +70,8 @@ def tables(found: Sequence[Record], arms: Sequence[str] | None = None) -> str:
     if arms is None:
         names.sort(key=lambda name: summarise(found, name).median)
     return (
-        f"{best_table(found, names)}\n\nmedian validation loss (seeds) at each learning rate\n\n"
+        f"{best_table(found, names)}\n\nmedian validation loss (seeds) at each learning rate; seed "
+        f"{TUNED} alone chose the rates above\n\n"
         f"{rate_table(found, names)}"
     )
 
