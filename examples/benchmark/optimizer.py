@@ -32,13 +32,12 @@ from examples.benchmark.timing import Arm, compile_step, in_turns
 from examples.kit.console import say
 from examples.kit.optimizers import direction
 from examples.kit.options import Parser, local_path, whole
-from examples.kit.paths import by_path
+from examples.kit.paths import by_path, path_string
 from examples.kit.records import append
+from examples.kit.soap import scale_by_soap
 from examples.llama import sharding
 from examples.llama.config import PRESETS
 from examples.llama.step import abstract_model, make_functions
-from examples.paper.baselines.matrices import on_matrices
-from examples.paper.baselines.soap import scale_by_soap
 from magma_optax import (
     attention_and_mlp,
     magma,
@@ -88,9 +87,18 @@ def base(name: str) -> Tx:
     if name == "muon":
         return optax.chain(direction("muon"), optax.scale(-1e-3))
     if name == "soap":
-        soap = on_matrices(scale_by_soap(), optax.scale_by_adam())
-        return optax.chain(soap, optax.scale(-1e-3))
+        kinds = {"matrix": scale_by_soap(), "other": optax.scale_by_adam()}
+        return optax.chain(optax.partition(kinds, by_kind), optax.scale(-1e-3))
     return optax.with_extra_args_support(getattr(optax, name)(1e-3))
+
+
+def by_kind(params: Any) -> Any:
+    """Labels attention and MLP matrices, which SOAP takes; Adam takes the rest."""
+
+    def label(path: tuple[Any, ...], leaf: Any) -> str:
+        return "matrix" if attention_and_mlp(path_string(path), leaf) else "other"
+
+    return jax.tree.map_with_path(label, params)
 
 
 def forms(name: str, **masking: Any) -> dict[str, Tx]:

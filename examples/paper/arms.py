@@ -14,13 +14,13 @@ import optax
 from jax.typing import ArrayLike
 
 from examples.kit.optimizers import MOMENTUM_DECAYS, direction
+from examples.kit.soap import scale_by_soap
 from examples.paper.baselines.apollo import scale_by_apollo
 from examples.paper.baselines.c_adam import scale_by_c_adam
 from examples.paper.baselines.controls import constant_times_mask, damping_only
 from examples.paper.baselines.matrices import on_matrices
 from examples.paper.baselines.mgup import mgup
 from examples.paper.baselines.sgg import sgg
-from examples.paper.baselines.soap import scale_by_soap
 from examples.paper.baselines.stable_spam import scale_by_stable_spam
 from magma_optax import attention_and_mlp, control, mean_multiplier, skip_update, with_magma
 

@@ -156,7 +156,7 @@ def magma(
             g={path: g for path, (_, g, _) in apart.items()},
             previous_mu=before,
         )
-        masked, _, state = masked_step(options, state, scores, cuts, lambda m: updates, moments)
+        masked, _, state = masked_step(options, state, scores, cuts, lambda m: delta, moments)
         new = {path: moments_of(incoming[path], old[path], options.b1)[2] for path in cuts}
         return masked, state._replace(momentum=replace_momentum(momentum, new))
 

@@ -65,9 +65,10 @@ def skip_update(
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
         check_kind(state, MagmaState)
-        cuts = options.find_cuts(NamedTree(updates), NamedTree(params))
+        delta = NamedTree(updates)
+        cuts = options.find_cuts(delta, NamedTree(params))
         scores = NamedTree(state.alignment)
-        masked, _, state = masked_step(options, state, scores, cuts, lambda m: updates)
+        masked, _, state = masked_step(options, state, scores, cuts, lambda m: delta)
         return masked, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -27,7 +27,7 @@ from magma_optax._lazy.split import split
 
 _BATCHES = (4, 1)  # Each a multiple of the next.
 
-Directions = Callable[[Mapping[str, jax.Array]], Any]
+Directions = Callable[[Mapping[str, jax.Array]], NamedTree]
 
 
 def update_at_once(
@@ -39,7 +39,8 @@ def update_at_once(
     """Compute all directions with the state; see `update_lazily`."""
     del cuts
     updates, new_state = inner.update(*arguments, **extra_args)
-    return lambda m: updates, new_state
+    delta = NamedTree(updates)
+    return lambda m: delta, new_state
 
 
 def update_lazily(
@@ -142,7 +143,7 @@ class LazyUpdate:
         leaves = [self._values[value] for value in self._program.outputs[len(self._direction) :]]
         return jax.tree.unflatten(jax.tree.structure(self._state), leaves)
 
-    def directions(self, m: Mapping[str, jax.Array]) -> Any:
+    def directions(self, m: Mapping[str, jax.Array]) -> NamedTree:
         """Compute the base's updates, but for the dropped blocks."""
 
         def of(path: str, _: Any) -> jax.Array:
@@ -152,7 +153,7 @@ class LazyUpdate:
                 return self._of_leaf(path, m[path])
             return self._values[self._direction[path]]
 
-        return NamedTree(self._delta).map(of)
+        return NamedTree(NamedTree(self._delta).map(of))
 
     def _of_leaf(self, path: str, m: jax.Array) -> jax.Array:
         value = self._direction[path]

@@ -90,7 +90,7 @@ def masked_step(
     state: MagmaState,
     scores: NamedTree,
     cuts: dict[str, Cut],
-    directions: Callable[[PerBlock], Any],
+    directions: Callable[[PerBlock], NamedTree],
     moments: Moments | None = None,
 ) -> tuple[Any, PerBlock, MagmaState]:
     """Score every block, toss its coin, mask its update.
@@ -109,7 +109,7 @@ def masked_step(
     """
     sums = block_sums(options, cuts, moments) if moments else {}
     s, m, factors = score_and_toss(options, state, scores.leaves, cuts, sums)
-    delta = NamedTree(directions(m))
+    delta = directions(m)
 
     def mask(path: str, x: jax.Array) -> jax.Array:
         return _mask(cuts[path], x, m[path], factors[path]) if path in cuts else x

@@ -18,7 +18,7 @@ def assert_identical(printed, devices):
 
 
 def test_replicas_are_identical_after_200_steps(capsys):
-    runpy.run_module("examples.pmap_linen", run_name="__main__")
+    runpy.run_path(str(ROOT / "examples/pmap_linen.py"), run_name="__main__")
     assert_identical(capsys.readouterr().out, 8)
 
 

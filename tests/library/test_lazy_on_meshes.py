@@ -50,11 +50,8 @@ def layers(path, leaf):
 
 
 CASES = {
-    "with_magma": lambda lazy: with_magma(muon(), where=matrices, lazy=lazy),
     "with_magma-stacked": lambda lazy: with_magma(muon(), where=matrices, blocks=layers, lazy=lazy),
-    "with_skip_update-stacked": lambda lazy: with_skip_update(
-        muon(), where=matrices, blocks=layers, lazy=lazy
-    ),
+    "with_skip_update": lambda lazy: with_skip_update(muon(), where=matrices, lazy=lazy),
 }
 
 

@@ -10,13 +10,13 @@ import optax
 import pytest
 
 from examples.kit.optimizers import direction
+from examples.kit.soap import scale_by_soap
 from examples.paper.baselines.apollo import projections, scale_by_apollo
 from examples.paper.baselines.c_adam import scale_by_c_adam
 from examples.paper.baselines.controls import constant_times_mask, damping_only
 from examples.paper.baselines.matrices import on_matrices
 from examples.paper.baselines.mgup import mgup
 from examples.paper.baselines.sgg import k_means, lower_median, sgg
-from examples.paper.baselines.soap import scale_by_soap
 from examples.paper.baselines.stable_spam import scale_by_stable_spam
 from magma_optax import summarize, with_magma
 

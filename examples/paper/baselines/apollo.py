@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.paper.baselines.checks import check_count, check_decay, check_positive
+from examples.kit.checks import check_count, check_decay, check_positive
 from examples.paper.baselines.matrices import check_matrices, zero_per_matrix
 
 

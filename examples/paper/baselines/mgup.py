@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.paper.baselines.checks import check_positive, check_probability
+from examples.kit.checks import check_positive, check_probability
 from examples.paper.baselines.matrices import flat_matrices
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.paper.baselines.checks import check_count, check_decay
+from examples.kit.checks import check_count, check_decay
 from examples.paper.baselines.matrices import flat_matrices
 
 LLOYD_STEPS = 10

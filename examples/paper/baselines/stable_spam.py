@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.paper.baselines.checks import check_count, check_decay
+from examples.kit.checks import check_count, check_decay
 from examples.paper.baselines.matrices import matrix_axes, zero_per_matrix
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.paper.baselines.checks import check_count, check_decay
+from examples.kit.checks import check_count, check_decay
 
 _matmul = functools.partial(jnp.matmul, precision="highest")  # bases must stay orthogonal
 
