@@ -180,6 +180,7 @@ def describe(config: OptimizerConfig, blocks: Blocks, params: optax.Params) -> s
         masked += f"; attention and MLP updates times {config.constant:.4g}"
     elif config.masking != "none":
         masked = describe_masking(params, where=attention_and_mlp, blocks=blocks).summary
+        masked += "; a dropped block's direction is not computed" if config.lazy else ""
     return (
         f"{config.name}{name}, peak learning rate {rate}: {config.warmup} steps of linear "
         f"warm-up, then a cosine to a tenth at step {config.steps}\n{masked}"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from trainers import refusal
 
-from examples.kit.optimizers import OptimizerConfig, assemble
+from examples.kit.optimizers import OptimizerConfig, assemble, describe
 from examples.llama import train as llama
 from examples.nanomoe import train as nanomoe
 from magma_optax import stacked
@@ -36,6 +36,8 @@ def test_it_changes_no_update(masking):
         tx = assemble(config, stacked(0), decays)
         step = jax.jit(tx.update).lower(grads, tx.init(params), params)
         texts[lazy] = step.as_text()
+        told = describe(config, stacked(0), params)
+        assert ("a dropped block's direction is not computed" in told) == lazy
         updates[lazy] = step.compile()(grads, tx.init(params), params)[0]
     chex.assert_trees_all_close(updates[True], updates[False], rtol=1e-4, atol=1e-6)
     assert any((x == 0).all() for x in updates[True]["layers"]["mlp"]["up_proj"])
