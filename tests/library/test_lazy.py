@@ -73,7 +73,6 @@ BASES = {
     "shampoo-like": lambda: optax.masked(
         costly(whiten), lambda params: jax.tree.map(lambda p: p.shape[-1:] != (8,), params)
     ),
-    "adam": lambda: optax.adam(1e-2),
 }
 LAYOUTS = {"separate": (SEPARATE, "leaf"), "stacked": (STACKED, stacked(0))}
 
@@ -97,7 +96,7 @@ def assert_same(one, other, atol=1e-5):
     ("name", "layout"),
     [
         *((name, layout) for name in ("muon", "shampoo-like") for layout in LAYOUTS),
-        *(("muon-dion", "separate"), ("clip, product", "stacked"), ("adam", "stacked")),
+        *(("muon-dion", "separate"), ("clip, product", "stacked")),
     ],
 )
 def test_the_run_is_that_without_lazy(name, layout):
@@ -107,11 +106,15 @@ def test_the_run_is_that_without_lazy(name, layout):
     lazy = steps(with_magma(BASES[name](), lazy=True, **options), params, grads, donate=True)
     assert_same(lazy, steps(with_magma(BASES[name](), **options), params, grads))
 
-    skipped = steps(with_skip_update(BASES[name](), **options), params, grads)
-    chain = optax.chain(BASES[name](), skip_update(**options))
-    for (updates, state), (expected, (base, masks)) in zip(
-        skipped, steps(chain, params, grads), strict=True
-    ):
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_wrapper_of_skip_update_is_the_chain(layout):
+    shapes, blocks = LAYOUTS[layout]
+    params, grads = normal(shapes, 0), [normal(shapes, n) for n in range(1, 4)]
+    options = {"where": matrices, "blocks": blocks, "key": 3}
+    skipped = steps(with_skip_update(costly(cubed), **options), params, grads)
+    chain = steps(optax.chain(costly(cubed), skip_update(**options)), params, grads)
+    for (updates, state), (expected, (base, masks)) in zip(skipped, chain, strict=True):
         assert_same(updates, expected)
         assert_same((state.inner_state, state.magma), (base, masks))
 
@@ -341,7 +344,7 @@ def test_a_direction_that_mixes_blocks_is_refused(name):
     with_magma(costly(MIXED[name]), lazy=True).init(params)  # The leaf as one block is fine.
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 2, 4, 4), (1, 3, 4, 5), (3, 1, 4, 5)])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 2, 4, 4), (3, 1, 4, 5)])
 @pytest.mark.parametrize(
     "direction",
     [
