@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract_bases import FORMS
 from flax import nnx
 
 from magma_optax import MagmaState
@@ -73,9 +74,17 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        (form, name)
+        for form in FORMS
+        for name in TREES  # SkipUpdate has no tree of its own beside the updates.
+        if form != "skip_update" or name in ("array", "namedtuple", "None", "mixed floats")
+    ],
+)
 def test_containers_come_back_and_every_float_leaf_is_a_block(form, name):
-    params = TREES[name]()
+    form, params = FORMS[form], TREES[name]()
     tx = form.wrap(optax.sgd(0.1, momentum=0.9), key=2)
     state = tx.init(params)
     update = jax.jit(tx.update)

@@ -333,7 +333,6 @@ def test_a_direction_that_keeps_blocks_apart(name):
     assert_same(found, steps(with_magma(costly(APART[name]), **options), params, grads))
     dropped = np.all(found[0][0]["w"] == 0, axis=(1, 2))
     assert 0 < dropped.sum() < 4, "coins of one kind test little"
-    assert traced_products(lazy, params)["always"] == 0 or name == "a branch"
 
 
 @pytest.mark.parametrize("name", MIXED)

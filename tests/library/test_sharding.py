@@ -63,7 +63,7 @@ def magma_state(state):
     [
         *((case, "Explicit") for case in CASES if case != "with_magma(muon)"),
         # Muon itself contracts sharded axes, which Explicit meshes refuse.
-        *((case, "Auto") for case in ("with_magma(muon)", "with_magma(adam)-stacked")),
+        *((case, "Auto") for case in ("with_magma(muon)",)),
         *((case, "Auto") for case in ("skip_update-row", "sparse_state")),
     ],
 )
