@@ -1,7 +1,6 @@
 """What JAX's types tell of devices: shardings on Explicit meshes, variation in ``shard_map``."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import jax
 from jax.sharding import NamedSharding
@@ -19,14 +18,12 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 def vary_like(leaf: jax.Array, scores: jax.Array, axis_names: Sequence[str | None]) -> jax.Array:
     """Let the first scores of ``leaf`` differ along those ``axis_names`` along which it does."""
-    axes = varying_axes(leaf).intersection(axis_names) if any(axis_names) else ()
-    return jax.lax.pcast(scores, tuple(axes), to="varying") if axes else scores
+    return vary(scores, varying_axes(leaf).intersection(axis_names) if any(axis_names) else ())
 
 
-def vary(x: jax.Array, kind: Any) -> jax.Array:
-    """Let ``x`` differ along the mesh axes of ``shard_map`` along which the type ``kind`` does."""
-    axes = tuple(kind.manual_axis_type.varying)
-    return jax.lax.pcast(x, axes, to="varying") if axes else x
+def vary(x: jax.Array, axes: Collection[str]) -> jax.Array:
+    """Let ``x`` differ from device to device along these mesh axes of ``shard_map``."""
+    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def typed_like(path: str, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -10,8 +10,7 @@ from magma_optax._blocks.choosing import Where
 from magma_optax._blocks.cutting import AxisName, Granularity
 from magma_optax._blocks.matching import match
 from magma_optax._blocks.paths import NamedTree
-from magma_optax._doors.wrapped import check_base, check_base_state
-from magma_optax._lazy.base import check_separable, update_at_once, update_lazily
+from magma_optax._doors.wrapped import Wrapped
 from magma_optax._moments.own import replace_momentum, update_momentum
 from magma_optax._moments.source import MomentSource
 from magma_optax._step.algorithm import ALIGNMENT, Score, masked_step
@@ -131,26 +130,21 @@ def with_magma(
     )  # fmt: skip
     _check_first_moment(first_moment)
     check_bool("sparse_state", sparse_state)
-    check_bool("lazy", lazy)
+    base = Wrapped("with_magma", inner, lazy)
     if lazy and sparse_state:
         raise ValueError(
             "lazy leaves directions out and advances every state; sparse_state holds the state of "
             "dropped blocks. Use one of the two"
         )
-    check_base("with_magma", inner)
-    inner = optax.with_extra_args_support(inner)
+    inner = base.inner
     source = MomentSource(inner, first_moment, options)
-    advance = update_lazily if lazy else update_at_once
 
     def init_fn(params):
         named = NamedTree(params)
         cuts = options.find_cuts(named)
-        inner_state = inner.init(params)
-        check_base_state("with_magma", inner_state)
+        inner_state = base.init(params, cuts)
         if sparse_state:
             find_owners(inner, inner_state, named, cuts)  # Refuses what it cannot hold.
-        if lazy:
-            check_separable(inner, cuts, params, inner_state)
         momentum = source.init_momentum(params, named, inner_state, cuts)
         state = init_state(named, options.key, cuts, options.initial_score, momentum)
         return WithMagmaState(state, inner_state)
@@ -162,7 +156,7 @@ def with_magma(
         cuts = options.find_cuts(grads, NamedTree(params))
         scores = check_scores(state, cuts, grads)
         arguments = updates, old_inner, params
-        directions, new_inner = advance(inner, cuts, arguments, extra_args)
+        directions, new_inner = base.update(cuts, arguments, extra_args)
 
         g = grads.arrays(cuts)
         own = match(momentum, grads, [path for path in momentum.leaves if path in cuts], "momentum")

@@ -8,10 +8,9 @@ from magma_optax._blocks.cutting import Granularity
 from magma_optax._blocks.paths import NamedTree
 from magma_optax._doors.skip_update import skip_update_options
 from magma_optax._doors.with_magma import WithMagmaState
-from magma_optax._doors.wrapped import check_base, check_base_state
-from magma_optax._lazy.base import check_separable, update_at_once, update_lazily
+from magma_optax._doors.wrapped import Wrapped
 from magma_optax._step.algorithm import masked_step
-from magma_optax._step.options import Schedule, check_bool
+from magma_optax._step.options import Schedule
 from magma_optax._step.state import check_kind, init_state
 
 
@@ -56,25 +55,19 @@ def with_skip_update(
       Joo et al., *On Surprising Effectiveness of Masking Updates in Adaptive Optimizers*, 2026.
     """
     options = skip_update_options("with_skip_update", survival_prob, where, blocks, key)
-    check_bool("lazy", lazy)
-    check_base("with_skip_update", inner)
-    inner = optax.with_extra_args_support(inner)
-    advance = update_lazily if lazy else update_at_once
+    base = Wrapped("with_skip_update", inner, lazy)
 
     def init_fn(params):
         named = NamedTree(params)
         cuts = options.find_cuts(named)
-        inner_state = inner.init(params)
-        check_base_state("with_skip_update", inner_state)
-        if lazy:
-            check_separable(inner, cuts, params, inner_state)
+        inner_state = base.init(params, cuts)
         return WithMagmaState(init_state(named, options.key, {}, 0.5, None), inner_state)
 
     def update_fn(updates, state, params=None, **extra_args):
         check_kind(state, WithMagmaState)
         cuts = options.find_cuts(NamedTree(updates), NamedTree(params))
         arguments = updates, state.inner_state, params
-        directions, inner_state = advance(inner, cuts, arguments, extra_args)
+        directions, inner_state = base.update(cuts, arguments, extra_args)
         scores = NamedTree(state.magma.alignment)
         masked, _, magma = masked_step(options, state.magma, scores, cuts, directions)
         return masked, WithMagmaState(magma, inner_state)

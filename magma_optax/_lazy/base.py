@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 from magma_optax._blocks.cutting import Cut
 from magma_optax._blocks.mesh import vary
@@ -30,19 +29,6 @@ _BATCHES = (4, 1)  # Each a multiple of the next.
 Directions = Callable[[Mapping[str, jax.Array]], NamedTree]
 
 
-def update_at_once(
-    inner: optax.GradientTransformationExtraArgs,
-    cuts: dict[str, Cut],
-    arguments: tuple[Any, Any, Any],
-    extra_args: Mapping[str, Any],
-) -> tuple[Directions, Any]:
-    """Compute all directions with the state; see `update_lazily`."""
-    del cuts
-    updates, new_state = inner.update(*arguments, **extra_args)
-    delta = NamedTree(updates)
-    return lambda m: delta, new_state
-
-
 def update_lazily(
     inner: optax.GradientTransformationExtraArgs,
     cuts: dict[str, Cut],
@@ -50,8 +36,6 @@ def update_lazily(
     extra_args: Mapping[str, Any],
 ) -> tuple[Directions, Any]:
     """Advance the state of a base; its directions are computed when asked for.
-
-    Outside ``jit`` all is computed at once: a branch would have to wait for its coin.
 
     Args:
       inner: the base.
@@ -66,10 +50,10 @@ def update_lazily(
     Raises:
       ValueError: the base is not separable by leaf, or by block; with the path.
     """
-    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
-        return update_at_once(inner, cuts, arguments, extra_args)
-    update = LazyUpdate(inner, cuts, arguments, extra_args)
-    return update.directions, update.new_state()
+    update = functools.partial(inner.update, **extra_args)
+    program = Program.trace(update, *arguments)
+    lazy = LazyUpdate(update, inner.init, cuts, arguments, program)
+    return lazy.directions, lazy.new_state()
 
 
 def check_separable(
@@ -78,10 +62,10 @@ def check_separable(
     """Raise what `update_lazily` would; nothing if the update needs what only a real step has."""
     arguments = params, state, params
     try:
-        jax.eval_shape(inner.update, *arguments)
+        program = Program.trace(inner.update, *arguments)
     except Exception:  # A fault of the base itself shows again at the real update.
         return
-    LazyUpdate(inner, cuts, arguments, {})
+    LazyUpdate(inner.update, inner.init, cuts, arguments, program)
 
 
 class LazyUpdate:
@@ -89,25 +73,31 @@ class LazyUpdate:
 
     def __init__(
         self,
-        inner: optax.GradientTransformationExtraArgs,
+        update: Callable[..., Any],
+        init: Callable[[Any], Any],
         cuts: dict[str, Cut],
         arguments: tuple[Any, Any, Any],
-        extra_args: Mapping[str, Any],
+        program: Program,
     ) -> None:
-        """Trace and split it; nothing is computed yet. Arguments and errors: `update_lazily`."""
-        update = functools.partial(inner.update, **extra_args)
-        self._program = Program.trace(update, *arguments)
-        self._delta, self._state = self._program.shapes
+        """Split it; nothing is computed yet. Errors: those of `update_lazily`.
+
+        Args:
+          update: the base's, with its extra arguments.
+          init: the base's.
+          cuts: how each masked leaf is cut.
+          arguments: gradients, state and parameters.
+          program: ``update``, traced for them.
+        """
+        self._program = program
+        self._delta, self._state = program.shapes
         paths = [path for path, _ in NamedTree(self._delta).pairs]
-        values = self._program.outputs[: len(paths)]
-        self._direction = dict(zip(paths, values, strict=True))
+        self._direction = dict(zip(paths, program.outputs[: len(paths)], strict=True))
         gradients, state, _ = (len(jax.tree.leaves(tree)) for tree in arguments)
-        inputs = self._program.inputs
-        arrays = [*inputs[:gradients], *inputs[gradients + state :]]
+        arrays = [*program.inputs[:gradients], *program.inputs[gradients + state :]]
         masked = [path for path in self._direction if path in cuts]
-        self._always, self._alone = split(self._program, self._direction, masked, arrays)
+        self._always, self._alone = split(program, self._direction, masked, arrays)
         self._cuts, self._arguments = cuts, arguments
-        self._blocks = self._find_blocks(update, inner.init)
+        self._blocks = self._find_blocks(update, init)
         self._values: Values = {}
 
     def _find_blocks(
@@ -123,6 +113,9 @@ class LazyUpdate:
                 doubled[number] = trace_doubled(update, init, self._arguments, axes)
             except (TypeError, ValueError) as error:
                 raise ValueError(_NOT_BY_BLOCK.format(next(iter(axes)), error)) from error
+            if not self._program.steps_like(doubled[number]):
+                reason = "steps that depend on the number of blocks"
+                raise ValueError(_MIXES.format(next(iter(axes)), reason))
         found = {}
         for path, of_leaf in sizes.items():
             if not of_leaf:
@@ -218,7 +211,8 @@ def _unravel(n: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
 def _zeros(kind: Any) -> jax.Array:
     """Zeros of a type: its shape, dtype, sharding and variation over devices."""
     sharding = kind.sharding if any(kind.sharding.spec) else None
-    return vary(jnp.zeros(kind.shape, kind.dtype, out_sharding=sharding), kind)
+    zeros = jnp.zeros(kind.shape, kind.dtype, out_sharding=sharding)
+    return vary(zeros, kind.manual_axis_type.varying)
 
 
 _NOT_BY_BLOCK = (

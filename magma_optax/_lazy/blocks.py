@@ -27,20 +27,14 @@ class Blocks:
     """The blocks of one leaf in the values of a program."""
 
     def __init__(self, whole: Program, doubled: Mapping[int, Program], sizes: Mapping[int, int]):
-        """Compare the programs.
+        """Take programs that differ in shapes alone.
 
         Args:
           whole: the update as it is.
           doubled: by axis of blocks (its number within the cut): with twice as many along it.
           sizes: how many blocks there are along it.
-
-        Raises:
-          MixesError: the programs differ in more than shapes.
         """
         self._whole, self._doubled, self._sizes = whole, doubled, sizes
-        for other in doubled.values():
-            if _wiring(whole) != _wiring(other):
-                raise MixesError("steps that depend on the number of blocks")
 
     def axes(self, value: int) -> list[tuple[int, ...]]:
         """Return, for each axis of a value, the axes of blocks that it holds, slowest first.
@@ -199,13 +193,6 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ra
                 right, j = right * after[j], j + 1
         groups.append((range(start, i), range(first, j)))
     return groups
-
-
-def _wiring(program: Program) -> list[Any]:
-    return [
-        (step.name, step.inputs, step.outputs, [_wiring(body) for body in step.bodies])
-        for step in program.steps
-    ]
 
 
 def blocks_of(cut: Cut) -> dict[int, int]:

@@ -101,6 +101,15 @@ class Program:
             numbers.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
+    def steps_like(self, other: "Program") -> bool:
+        """Whether both programs have the same steps between the same values, shapes apart."""
+        return len(self.steps) == len(other.steps) and all(
+            (a.name, a.inputs, a.outputs, len(a.bodies))
+            == (b.name, b.inputs, b.outputs, len(b.bodies))
+            and all(x.steps_like(y) for x, y in zip(a.bodies, b.bodies, strict=True))
+            for a, b in zip(self.steps, other.steps, strict=True)
+        )
+
     def needed(self, values: Iterable[int], given: Collection[int] = ()) -> set[int]:
         """Return the numbers of the steps that ``values`` come from, but for steps ``given``."""
         found: set[int] = set()
