@@ -49,7 +49,8 @@ from magma_optax import (
 from magma_optax.experimental.fused import FusedAdam, fused_adam
 
 PARTS = ("step", "train", "compile", "state", "peers")
-TREES = ("matrices", *PRESETS)
+WIDE = "1b-5504"  # the 1b tree with MLPs of 43 * 128 columns, where the paper's 5461 is odd
+TREES = ("matrices", *PRESETS, WIDE)
 BASES = ("adam", "adamw", "rmsprop", "muon", "soap")
 MATRIX_BASES = ("muon", "soap")  # whose directions are what they cost
 FORMS = (
@@ -68,7 +69,10 @@ def tree(name: str, scan_layers: bool = False) -> Any:
     if name == "matrices":
         matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
         return {f"layers/{i}/mlp/kernel": matrix for i in range(12)}
-    return abstract_model(dataclasses.replace(PRESETS[name], scan_layers=scan_layers), 0)[1]
+    config = PRESETS["1b"] if name == WIDE else PRESETS[name]
+    width = 5504 if name == WIDE else config.intermediate_size
+    config = dataclasses.replace(config, intermediate_size=width, scan_layers=scan_layers)
+    return abstract_model(config, 0)[1]
 
 
 def narrow_llama(leaves: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -24,7 +24,7 @@ from magma_optax._lazy.doubled import trace_doubled
 from magma_optax._lazy.program import Program, Values
 from magma_optax._lazy.split import split
 
-_BATCHES = (4, 1)  # Each a multiple of the next.
+_BATCHES = (4, 2, 1)  # Each a multiple of the next.
 
 Directions = Callable[[Mapping[str, jax.Array]], NamedTree]
 
@@ -157,46 +157,39 @@ class LazyUpdate:
         return jax.lax.cond(m.reshape(()), compute, lambda: _zeros(self._program.types[value]))
 
     def _by_block(self, path: str, m: jax.Array) -> jax.Array:
-        """Survivors first, in batches: a block alone may be too little work for a device.
+        """Survivors alone, in batches: a block may be too little work for a device.
 
-        The last ones, too few for a batch, go one by one, so that no dropped block is computed.
+        The last ones, too few for a batch, go in smaller ones, so no dropped block is computed.
         """
         blocks, cut, steps = self._blocks[path], self._cuts[path], self._alone[path]
         value = self._direction[path]
         read = self._program.read_by(steps)
-        order = jnp.argsort(~m.ravel()).astype(np.int32)
-        survivors = jnp.sum(m, dtype=np.int32)
+        order = jnp.argsort(~m.ravel()).astype(np.int32)  # survivors first
 
-        def compute(index: Sequence[Index]) -> list[jax.Array]:
+        def compute(index: Sequence[Index]) -> jax.Array:
             parts = [{x: blocks.cut_out(x, self._values[x], i) for x in read} for i in index]
             given = jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
-            made = jax.vmap(lambda given: blocks.run(steps, given)[value])(given)
-            return list(made)
+            return jax.vmap(lambda given: blocks.run(steps, given)[value])(given)
 
-        def add(size: int, start: jax.Array, wanted: jax.Array, found: jax.Array) -> jax.Array:
-            chosen = jax.lax.dynamic_slice_in_dim(order, start, size)
-            index = [_unravel(chosen[n], cut.shape) for n in range(size)]
-            made = jax.lax.cond(
-                wanted,
-                lambda: compute(index),
-                lambda: [blocks.cut_out(value, found, i) for i in index],
-            )
-            for i, block in zip(index, made, strict=True):
+        def add(size: int, done: Any, n: jax.Array, found: jax.Array) -> jax.Array:
+            chosen = jax.lax.dynamic_slice_in_dim(order, done + n * np.int32(size), size)
+            index = [_unravel(chosen[k], cut.shape) for k in range(size)]
+            for i, block in zip(index, compute(index), strict=True):
                 place: list[Any] = [np.int32(0)] * cut.ndim
                 for axis, at in zip(cut.axes, i, strict=True):
                     place[axis] = at
                 found = jax.lax.dynamic_update_slice(found, block, place)
             return found
 
-        def add_next(size: int, done: Any, n: jax.Array, found: jax.Array) -> jax.Array:
-            start = done + n * np.int32(size)
-            return add(size, start, start + np.int32(size) <= survivors, found)
-
-        found, done, left = _zeros(self._program.types[value]), np.int32(0), cut.size
+        found, done, left = (
+            _zeros(self._program.types[value]),
+            np.int32(0),
+            jnp.sum(m, dtype=np.int32),
+        )
         for size in [size for size in _BATCHES if size <= cut.size]:
-            step, times = functools.partial(add_next, size, done), np.int32(left // size)
-            found = jax.lax.fori_loop(np.int32(0), times, step, found)
-            done, left = survivors // np.int32(size) * np.int32(size), size - 1
+            times = left // np.int32(size)
+            found = jax.lax.fori_loop(np.int32(0), times, functools.partial(add, size, done), found)
+            done, left = done + times * np.int32(size), left % np.int32(size)
         return found
 
 

@@ -1,4 +1,4 @@
-"""lazy=True where parameters are sharded: collectives inside a branch, loops over blocks."""
+"""lazy=True where parameters are sharded: collectives as the coins say."""
 
 import re
 
@@ -65,7 +65,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_sharded_run_is_the_run_of_one_device_without_lazy(case):
-    """Every device tosses the same coins, so all meet in the collectives of a branch or none."""
+    """Every device tosses the same coins, so all meet in a collective or none."""
     tx, mesh, specs = CASES[case](True), make_mesh("Auto"), only(SPECS)
     with jax.set_mesh(mesh):
         params, *grads = (
@@ -78,23 +78,25 @@ def test_a_sharded_run_is_the_run_of_one_device_without_lazy(case):
         found = run(step, state, params, grads)
     expected = alone(CASES[case](False), [only(g) for g in GRADS], only(PARAMS))
     assert_same_run(found, expected, rtol=1e-3)  # Newton-Schulz iterations magnify rounding.
-    inside = collectives_in_branches(text)
-    assert inside, "no collective inside a branch: this test says nothing"
+    assert collectives_by_the_coins(text), "collectives run always: this test says nothing"
 
 
-def collectives_in_branches(text):
-    """Names of the computations that a conditional chooses from, and which have a collective."""
+def collectives_by_the_coins(text):
+    """Names of the branches, and of the loops of unknown length, that have a collective."""
     bodies = dict(re.findall(r"^%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
-    branches = re.findall(r"(?:true_computation|false_computation)=%?([\w.\-]+)", text)
+    inside = re.findall(r"(?:true_computation|false_computation)=%?([\w.\-]+)", text)
     for group in re.findall(r"branch_computations=\{([^}]*)\}", text):
-        branches += re.findall(r"%?([\w.\-]+)", group)
+        inside += re.findall(r"%?([\w.\-]+)", group)
+    for loop in re.findall(r" while\(.*", text):
+        if "known_trip_count" not in loop:
+            inside += re.findall(r"body=%?([\w.\-]+)", loop)
 
     def reached(name):
         body = bodies.get(name, "")
         called = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", body)
         return body + "".join(map(reached, called))
 
-    return [name for name in branches if re.search(r" all-(reduce|gather)", reached(name))]
+    return [name for name in inside if re.search(r" all-(reduce|gather)", reached(name))]
 
 
 def gathered(x):
@@ -133,7 +135,7 @@ def test_blocks_along_a_sharded_axis_of_an_explicit_mesh_are_refused():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map_each_device_has_experts_of_its_own(check_vma):
-    """Coins differ from device to device, so devices take different branches."""
+    """Coins differ from device to device, so devices compute different numbers of blocks."""
     mesh = make_mesh("Auto", (4,), ("expert",))
     shape = (8, 3, 4)
     rng = np.random.default_rng(0)
@@ -154,4 +156,4 @@ def test_in_shard_map_each_device_has_experts_of_its_own(check_vma):
     expected = alone(dense, grads, params)
     assert_same_run(run(update, state, params, grads), expected, rtol=1e-4)
     dropped = np.all(expected[0][0]["w"] == 0, axis=(1, 2)).reshape(4, 2)
-    assert len({tuple(row) for row in dropped}) > 1, "all devices took the same branches"
+    assert len({tuple(row) for row in dropped}) > 1, "all devices tossed the same coins"

@@ -1,4 +1,4 @@
-"""Bases whose direction is costly, and what of a traced function runs in branches."""
+"""Bases whose direction is costly, and what of a traced function runs as the coins say."""
 
 from typing import Any, NamedTuple
 
@@ -24,13 +24,13 @@ def costly(direction, b1=0.9) -> optax.GradientTransformation:
 
 
 def products(function, *args) -> dict[str, int]:
-    """How many matrix products of ``function`` are inside a branch, and how many are not."""
-    count = {"in a branch": 0, "always": 0}
+    """How many matrix products of ``function`` are in a branch or a loop of unknown length."""
+    count = {"by the coins": 0, "always": 0}
 
     def walk(jaxpr, where):
         for eqn in jaxpr.eqns:
             count[where] += eqn.primitive.name == "dot_general"
-            inside = "in a branch" if eqn.primitive.name == "cond" else where
+            inside = "by the coins" if eqn.primitive.name in ("cond", "while") else where
             for value in eqn.params.values():
                 for body in value if isinstance(value, tuple) else (value,):
                     if hasattr(body, "eqns") or hasattr(body, "jaxpr"):
