@@ -8,6 +8,7 @@ computed in batches.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,9 @@ from magma_optax._lazy.doubled import trace_doubled
 from magma_optax._lazy.program import Program, Values
 from magma_optax._lazy.split import split
 
-_BATCHES = (4, 2, 1)  # Each a multiple of the next.
+# Together, where a block alone is too little work for a device; each a multiple of the next.
+_BATCHES = (4, 2, 1)
+_ENOUGH = 2**21  # Elements of a block.
 
 Directions = Callable[[Mapping[str, jax.Array]], NamedTree]
 
@@ -157,13 +160,15 @@ class LazyUpdate:
         return jax.lax.cond(m.reshape(()), compute, lambda: _zeros(self._program.types[value]))
 
     def _by_block(self, path: str, m: jax.Array) -> jax.Array:
-        """Survivors alone, in batches: a block may be too little work for a device.
+        """Survivors alone, one by one, or in batches where blocks are small.
 
         The last ones, too few for a batch, go in smaller ones, so no dropped block is computed.
         """
         blocks, cut, steps = self._blocks[path], self._cuts[path], self._alone[path]
         value = self._direction[path]
         read = self._program.read_by(steps)
+        large = math.prod(blocks.shape(value)) >= _ENOUGH
+        sizes = [size for size in _BATCHES if size <= (1 if large else cut.size)]
         order = jnp.argsort(~m.ravel()).astype(np.int32)  # survivors first
 
         def compute(index: Sequence[Index]) -> jax.Array:
@@ -181,12 +186,9 @@ class LazyUpdate:
                 found = jax.lax.dynamic_update_slice(found, block, place)
             return found
 
-        found, done, left = (
-            _zeros(self._program.types[value]),
-            np.int32(0),
-            jnp.sum(m, dtype=np.int32),
-        )
-        for size in [size for size in _BATCHES if size <= cut.size]:
+        found = _zeros(self._program.types[value])
+        done, left = np.int32(0), jnp.sum(m, dtype=np.int32)
+        for size in sizes:
             times = left // np.int32(size)
             found = jax.lax.fori_loop(np.int32(0), times, functools.partial(add, size, done), found)
             done, left = done + times * np.int32(size), left % np.int32(size)

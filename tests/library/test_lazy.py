@@ -150,6 +150,20 @@ def test_any_number_of_survivors():
         seen.add(int((np.asarray(updates["w"]) != 0).any(axis=(1, 2)).sum()))
 
 
+def test_large_blocks_are_computed_one_by_one():
+    def direction(x):
+        return x @ C
+
+    params, grads = ({"w": jnp.full((3, 2**18, 8), value)} for value in (1.0, 2.0))
+    lazy = with_skip_update(costly(direction), blocks=stacked(0))
+    assert traced_products(lazy, params) == {"by the coins": 1, "always": 0}
+    dense = with_skip_update(costly(direction), blocks=stacked(0), lazy=False)
+    for updates, expected in zip(
+        *(steps(tx, params, [grads]) for tx in (lazy, dense)), strict=True
+    ):
+        assert_same(updates, expected)
+
+
 def test_what_is_not_masked_is_always_computed():
     params = normal(SEPARATE, 0)
 
