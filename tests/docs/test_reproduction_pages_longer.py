@@ -14,6 +14,9 @@ from page_numbers import (
     same,
 )
 
+from examples.kit import records
+from examples.paper import RESULTS, length
+
 PAGE = Page("reproduction.md")
 RATES = PAGE.rows("Twice as long", "arm | 5e-4 | 1e-3 | 2e-3 | 4e-3 | 8e-3 | 16e-3", 5)
 LONGER = PAGE.rows("Twice as long", "arm | best rate", 5)
@@ -130,3 +133,15 @@ def test_what_is_said_of_four_times_as_long_again():
     assert min(gains) < adam[12000] - constant[12000] < max(gains)
     tuned = {arm_of(row[0]): float(row[1]) for row in LONGER}
     assert {*tuned.items(), ("adam+constant", 4e-3)} == {*found}
+
+
+def test_the_figure_of_lengths_has_these_runs():
+    """Gaps that it draws are those of the page's tables."""
+    found = [r for name in length.FILES for r in records.read(RESULTS / name)]
+    made = {(point.arm, point.tokens // 1_000_000): point for point in length.points(found)}
+    shown = {row[0]: row for row in LONGER}
+    for arm, name in (("adam+magma", "Adam+Magma"), ("adam+constant", "Adam+constant")):
+        same(shown[name][3], made[arm, 196].gaps)
+        same(shown[name][4], made[arm, 98].gaps)
+        assert made[arm, 196].interior and made[arm, 98].interior
+        assert not made[arm, 786].interior and len(made[arm, 786].gaps) == 1
