@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from examples.benchmark.peers import rollfast_arms, torch_times
 from examples.benchmark.timing import Arm, compile_step, in_turns
 from examples.kit.console import say
 from examples.kit.optimizers import direction
-from examples.kit.options import Parser, local_path, whole
+from examples.kit.options import Parser, local_path, number, whole
 from examples.kit.paths import by_path, path_string
 from examples.kit.records import append
 from examples.kit.soap import scale_by_soap
@@ -40,6 +41,7 @@ from examples.llama.config import PRESETS
 from examples.llama.step import abstract_model, make_functions
 from magma_optax import (
     attention_and_mlp,
+    describe_masking,
     magma,
     skip_update,
     stacked,
@@ -182,8 +184,10 @@ def step_rows(args: argparse.Namespace) -> Iterator[Row]:
     ):
         shapes = tree(name, layout == "stacked")
         grads = filled(shapes, 0.0)
-        for base_name, where in itertools.product(args.bases, args.where):
+        for base_name, where, p in itertools.product(args.bases, args.where, args.survival_probs):
             options = masking(layout, where)
+            share = survived(shapes, p, options, args.steps)
+            options["survival_prob"] = p
             txs = forms(base_name, **options) | fused_forms(base_name, **options)
             txs = chosen(txs, args.forms)
             built = {form: optimizer_arm(tx, shapes, grads) for form, tx in txs.items()}
@@ -195,9 +199,11 @@ def step_rows(args: argparse.Namespace) -> Iterator[Row]:
                     "leaves": f"{len(jax.tree.leaves(shapes))} {layout}",
                     "base": base_name,
                     "masked": where,
+                    "p": p,
                     "form": form,
                     "ms": times[form],
                     "ratio": times[form] / times["bare"],
+                    "survived": share,
                     "compile_s": seconds,
                     "compile_ratio": seconds / built["bare"][1],
                 }
@@ -210,6 +216,25 @@ def masking(layout: str, where: str) -> dict[str, Any]:
     if layout == "stacked":
         return {"where": lambda path, leaf: leaf.ndim > 1, "blocks": layers_of_three}
     return {}
+
+
+def survived(shapes: Any, p: float, options: dict[str, Any], steps: int) -> float:
+    """Returns which share of the masked parameters survives in the steps that `in_turns` times."""
+    masked = describe_masking(shapes, **options).masked
+    # Coins depend on the number of blocks and not on their sizes: one element stands for each.
+    small = jax.tree.map(lambda x: jnp.ones((*x.shape[:-2], *(1,) * min(x.ndim, 2))), shapes)
+    tx = skip_update(survival_prob=p, **options)
+
+    @jax.jit
+    def toss(state: Any) -> tuple[dict[str, jax.Array], Any]:
+        updates, state = tx.update(small, state, small)
+        return {path: jnp.mean(x != 0) for path, x in by_path(updates).items()}, state
+
+    state, shares = tx.init(small), []
+    for _ in range(2 + steps):
+        kept, state = toss(state)
+        shares.append(sum(kept[path] * math.prod(shape) for path, shape in masked.items()))
+    return float(np.mean(shares[2:]) / sum(map(math.prod, masked.values())))
 
 
 def layers_of_three(path: str, leaf: jax.ShapeDtypeStruct) -> int | tuple[()]:
@@ -367,6 +392,8 @@ def parser() -> Parser:
     add("--forms", nargs="+", choices=FORMS, help="beside the bare base, in steps and train (all)")
     add("--layouts", nargs="+", choices=["separate", "stacked"], default=["separate"])
     add("--where", nargs="+", choices=["attention+mlp", "all"], default=["attention+mlp"])
+    probability = number(0.0, above=True, high=1.0)
+    add("--survival-probs", nargs="+", type=probability, default=[0.5], help="p, in step alone")
     add("--train-trees", nargs="+", choices=list(PRESETS), default=["130m" if gpu else "nano"])
     add("--train-bases", nargs="+", choices=BASES, default=["adam"])
     add("--batch", nargs=2, type=count, default=[64, 256], metavar=("ROWS", "LENGTH"))
@@ -384,8 +411,8 @@ def main(argv: list[str] | None = None) -> None:
         jax.config.update("jax_enable_compilation_cache", False)  # compile times are to be real
     say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, optax {optax.__version__}")
     for part in args.parts:
-        for number, row in enumerate(ROWS[part](args)):
-            if number == 0:
+        for index, row in enumerate(ROWS[part](args)):
+            if index == 0:
                 say(f"\n{part}\n\n| {' | '.join(row)} |\n|{' --- |' * len(row)}")
             say(markdown(row))
             form = list(row).index("form")  # what comes after it was measured

@@ -42,23 +42,43 @@ def test_what_lazy_steps_cost_is_recorded():
     lines = text("examples/benchmark/results.jsonl").splitlines()
     records = [(r["settings"], r["results"]) for r in map(json.loads, lines)]
 
-    def row(layers, form):
-        wanted = {"part": "step", "base": "muon", "leaves": layers, "form": form}
+    def row(form, **settings):
+        wanted = {"form": form, **settings}
         found = [results for settings, results in records if wanted.items() <= settings.items()]
-        return found[-1]
+        return found[-1] if found else None
 
-    separate, stacked = "219 separate", "12 stacked"
-    for page in ("README.md", "docs/performance.md"):
-        assert f"{row(separate, 'with_magma')['ratio']:.2f}" in text(page)
-        assert f"{row(separate, 'lazy with_magma')['ratio']:.2f}" in text(page)
-    [table] = re.findall(
-        r"^\| layers \| blocks that.*?\n\n", text("docs/performance.md"), re.M | re.S
-    )
-    for layers, line in zip((separate, stacked), table.strip().splitlines()[2:], strict=True):
-        bare, dense, lazy = (row(layers, f) for f in ("bare", "with_magma", "lazy with_magma"))
-        cells = [cell.strip(" *") for cell in line.split("|")][3:]
+    page, forms = text("docs/performance.md"), ("bare", "with_magma", "lazy with_magma")
+    [table] = re.findall(r"^\| tree \| layers \| survived.*?\n\n", page, re.M | re.S)
+    ratios = []
+    for line in table.strip().splitlines()[2:]:
+        tree, layers, survived, *cells = (cell.strip(" *`") for cell in line.split("|")[1:-1])
+        settings = {"part": "step", "base": "muon", "tree": tree}
+        settings["leaves"] = {"separate": "219 separate", "stacked": "12 stacked"}[layers]
+        bare, dense, lazy = (row(form, **settings) for form in forms)
+        skip = row("lazy skip_update", **settings) if layers == "stacked" else None
         assert cells[0] == f"{bare['ms']:.0f} ms"
         assert cells[1:3] == [f"{dense['ratio']:.2f}", f"{lazy['ratio']:.2f}"]
+        assert cells[3] == (f"{skip['ratio']:.2f}" if skip else "")
+        times = [
+            f"{x:.0f}" if x > 10 else f"{x:.1f}" for x in (dense["compile_s"], lazy["compile_s"])
+        ]
+        assert cells[4] == "{} s and {} s".format(*times)
+        optimizer = pytest.importorskip("examples.benchmark.optimizer")
+        shapes = optimizer.tree(tree, layers == "stacked")
+        share = optimizer.survived(shapes, 0.5, optimizer.masking(layers, "attention+mlp"), 4)
+        assert survived == f"{share:.2f}"
+        ratios.append([f"{dense['ratio']:.2f}", f"{lazy['ratio']:.2f}"])
+    assert len(ratios) == 4
+    for dense, lazy in zip(ratios[1], ratios[0], strict=True):
+        assert f"{dense} and {lazy} |" in text("README.md")
+    small = {"part": "train", "base": "muon", "tree": "130m", "layers": "stacked"}
+    bare, _, lazy = (row(form, **small) for form in forms)
+    assert f"went from {bare['optimizer_ms']:.1f} ms to {lazy['optimizer_ms']:.1f} ms" in page
+    assert f"took {bare['ms']:.1f} ms either way" in page
+    assert f"{lazy['ms']:.1f}" == f"{bare['ms']:.1f}"
+    soap = {"part": "step", "base": "soap", "tree": "60m", "leaves": "12 stacked"}
+    _, dense, lazy = (row(form, **soap) for form in forms)
+    assert f"{lazy['ratio']:.2f}, plain `with_magma` {dense['ratio']:.2f}" in page
 
 
 def test_the_api_has_every_public_name():

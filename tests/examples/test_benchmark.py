@@ -12,6 +12,8 @@ import pytest
 
 from examples.benchmark import optimizer
 from examples.benchmark.timing import Arm, in_turns
+from examples.kit.paths import by_path
+from magma_optax import attention_and_mlp, skip_update
 
 
 @pytest.fixture
@@ -64,7 +66,25 @@ def test_step_times_every_form_of_both_layouts(one_layer, tmp_path, capsys):
         assert record["results"]["ms"] > 0 and record["results"]["compile_s"] > 0
         if record["settings"]["form"] == "bare":
             assert record["results"]["ratio"] == 1
-    assert f"| tiny | {1 * 9 + 3} separate | adam | all |" in capsys.readouterr().out
+        assert 0 <= record["results"]["survived"] <= 1
+    assert f"| tiny | {1 * 9 + 3} separate | adam | all | 0.5 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["separate", "stacked"])
+def test_what_survived_is_counted_over_the_timed_steps(layout):
+    shapes = optimizer.tree("tiny", layout == "stacked")
+    options = optimizer.masking(layout, "attention+mlp")
+    tx = skip_update(0.25, **options)
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
+    state, kept, total = tx.init(ones), 0, 0
+    for step in range(2 + 3):
+        updates, state = jax.jit(tx.update)(ones, state, ones)
+        if step >= 2:
+            masked = [x for path, x in by_path(updates).items() if attention_and_mlp(path, x)]
+            kept += sum(int((x != 0).sum()) for x in masked)
+            total += sum(x.size for x in masked)
+    share = optimizer.survived(shapes, 0.25, options, 3)
+    assert share == pytest.approx(kept / total) and 0 < share < 0.5
 
 
 def test_train_times_the_whole_step_and_the_optimizer(one_layer, tmp_path, monkeypatch):

@@ -164,6 +164,27 @@ def test_large_blocks_are_computed_one_by_one():
         assert_same(updates, expected)
 
 
+def test_reverse_mode_needs_separate_layers_or_lazy_false():
+    def gradient(layout, lazy):
+        shapes, blocks = LAYOUTS[layout]
+        params = normal(shapes, 0)
+        tx = with_magma(costly(cubed), where=matrices, blocks=blocks, lazy=lazy)
+        state = tx.init(params)
+
+        @jax.jit
+        @jax.grad
+        def of(scale):
+            updates, _ = tx.update(jax.tree.map(lambda p: scale * p, params), state, params)
+            return sum(jnp.sum(u**2) for u in jax.tree.leaves(updates))
+
+        return of(1.0)
+
+    assert gradient("stacked", lazy=False) > 0
+    np.testing.assert_allclose(gradient("separate", True), gradient("separate", False), 1e-5)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        gradient("stacked", lazy=True)
+
+
 def test_what_is_not_masked_is_always_computed():
     params = normal(SEPARATE, 0)
 
