@@ -96,9 +96,9 @@ def with_magma(
       axis_name: mesh axis or axes that shard the parameters inside ``shard_map``: inner products
         are summed over them. Not needed with ``jit`` and ``NamedSharding``, nor with ``pmap``.
       lazy: whether the direction of a dropped block is left out under ``jit``. The updates are the
-        same. The step costs less than the base's own where directions are what it costs, as on Muon
-        and SOAP; Adam gains nothing. ``inner`` must compute the direction of each leaf apart from
-        the others', and that of each block where ``blocks`` cut leaves.
+        same. The step costs less than the base's own where directions are what it costs, as on
+        Muon; Adam gains nothing. ``inner`` must compute the direction of each leaf apart from the
+        others', and that of each block where ``blocks`` cut leaves.
       damping: whether the score is multiplied in. False leaves the coins alone.
       rescale: whether surviving updates are divided by p, as in the paper's theory section (not in
         its Algorithm 1).
