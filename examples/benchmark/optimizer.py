@@ -17,9 +17,8 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,135 +27,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from examples.benchmark.forms import BASES, FORMS, Tx, chosen, forms, fused_forms, update_and_apply
 from examples.benchmark.peers import rollfast_arms, torch_times
 from examples.benchmark.timing import Arm, compile_step, in_turns
+from examples.benchmark.trees import TREES, filled, masking, narrow_llama, survived, tree
 from examples.kit.console import say
-from examples.kit.optimizers import direction
 from examples.kit.options import Parser, local_path, number, whole
-from examples.kit.paths import by_path, path_string
+from examples.kit.paths import by_path
 from examples.kit.records import append
-from examples.kit.soap import scale_by_soap
 from examples.llama import sharding
 from examples.llama.config import PRESETS
 from examples.llama.step import abstract_model, make_functions
-from magma_optax import (
-    attention_and_mlp,
-    describe_masking,
-    magma,
-    skip_update,
-    stacked,
-    with_magma,
-    with_skip_update,
-)
-from magma_optax.experimental.fused import FusedAdam, fused_adam
+from magma_optax import attention_and_mlp
+from magma_optax.experimental.fused import FusedAdam
 
 PARTS = ("step", "train", "compile", "state", "peers")
-WIDE = "1b-5504"  # the 1b tree with MLPs of 43 * 128 columns, where the paper's 5461 is odd
-TREES = ("matrices", *PRESETS, WIDE)
-BASES = ("adam", "adamw", "rmsprop", "muon", "soap")
-MATRIX_BASES = ("muon", "soap")  # whose directions are what they cost
-FORMS = (
-    *("skip_update", "with_magma", "magma(grad=)", "lazy skip_update", "lazy with_magma"),
-    *("fused skip_update", "fused with_magma"),
-)
 LEAVES = (100, 400, 2000)  # of the trees for compile times
 OUT = Path(__file__).parent / "results.jsonl"
 
-Tx = optax.GradientTransformationExtraArgs
 Row = dict[str, Any]
-
-
-def tree(name: str, scan_layers: bool = False) -> Any:
-    """Returns a tree of float32 `jax.ShapeDtypeStruct`: a Llama's, or 12 matrices of 1024**2."""
-    if name == "matrices":
-        matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-        return {f"layers/{i}/mlp/kernel": matrix for i in range(12)}
-    config = PRESETS["1b"] if name == WIDE else PRESETS[name]
-    width = 5504 if name == WIDE else config.intermediate_size
-    config = dataclasses.replace(config, intermediate_size=width, scan_layers=scan_layers)
-    return abstract_model(config, 0)[1]
-
-
-def narrow_llama(leaves: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns `leaves` matrices of a Llama of width 64: compile time hardly depends on width."""
-    shapes = {f"self_attn/{name}_proj": (64, 64) for name in "qkvo"}
-    shapes |= {"mlp/gate_proj": (64, 176), "mlp/up_proj": (64, 176), "mlp/down_proj": (176, 64)}
-    names = list(shapes)
-    return {
-        f"layers/{i // 7}/{names[i % 7]}": jax.ShapeDtypeStruct(shapes[names[i % 7]], jnp.float32)
-        for i in range(leaves)
-    }
-
-
-def base(name: str) -> Tx:
-    """Returns a bare base optimizer."""
-    if name == "muon":
-        return optax.chain(direction("muon"), optax.scale(-1e-3))
-    if name == "soap":
-        kinds = {"matrix": scale_by_soap(), "other": optax.scale_by_adam()}
-        return optax.chain(optax.partition(kinds, by_kind), optax.scale(-1e-3))
-    return optax.with_extra_args_support(getattr(optax, name)(1e-3))
-
-
-def by_kind(params: Any) -> Any:
-    """Labels attention and MLP matrices, which SOAP takes; Adam takes the rest."""
-
-    def label(path: tuple[Any, ...], leaf: Any) -> str:
-        return "matrix" if attention_and_mlp(path_string(path), leaf) else "other"
-
-    return jax.tree.map_with_path(label, params)
-
-
-def forms(name: str, **masking: Any) -> dict[str, Tx]:
-    """Returns a base bare and in the forms of this package."""
-    plain = {
-        "bare": base(name),
-        "skip_update": optax.chain(base(name), skip_update(**masking)),
-        "with_magma": with_magma(base(name), **masking),
-        "magma(grad=)": optax.chain(base(name), magma(**masking)),
-    }
-    if name not in MATRIX_BASES:  # there the lazy forms are the plain ones
-        return plain
-    return plain | {
-        "lazy skip_update": with_skip_update(base(name), **masking),
-        "lazy with_magma": with_magma(base(name), lazy=True, **masking),
-    }
-
-
-def fused_forms(name: str, **masking: Any) -> dict[str, FusedAdam]:
-    """Returns Adam's fused forms where they have kernels; elsewhere they are the plain ones."""
-    if name != "adam" or jax.default_backend() != "gpu":
-        return {}
-    return {
-        "fused skip_update": fused_adam(1e-3, masking="skip_update", **masking),
-        "fused with_magma": fused_adam(1e-3, **masking),
-    }
-
-
-def chosen(txs: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
-    """Returns the bare base and the forms of these names, or all."""
-    return {form: tx for form, tx in txs.items() if not names or form in ("bare", *names)}
-
-
-def update_and_apply(tx: Tx | FusedAdam) -> Callable[..., Any]:
-    """Returns one step: ``params, opt_state, grads -> params, opt_state``."""
-    if isinstance(tx, FusedAdam):
-        return lambda params, opt_state, grads: tx.update_and_apply(grads, opt_state, params)
-
-    def step(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-        updates, opt_state = tx.update(grads, opt_state, params, grad=grads)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
-
-
-def filled(shapes: Any, value: float) -> Any:
-    """Returns arrays of these shapes that are `value` plus a small wave, made on the device."""
-
-    def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
-        return value + 1e-3 * jnp.sin(jax.lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1))
-
-    return jax.jit(lambda: jax.tree.map(fill, shapes))()
 
 
 def optimizer_arm(tx: Tx | FusedAdam, shapes: Any, grads: Any) -> tuple[Arm, float]:
@@ -207,39 +96,6 @@ def step_rows(args: argparse.Namespace) -> Iterator[Row]:
                     "compile_s": seconds,
                     "compile_ratio": seconds / built["bare"][1],
                 }
-
-
-def masking(layout: str, where: str) -> dict[str, Any]:
-    """Returns `where` and `blocks`: each layer of a stacked matrix is a block of its own."""
-    if where == "attention+mlp":
-        return {"where": attention_and_mlp, "blocks": stacked(0) if layout == "stacked" else "leaf"}
-    if layout == "stacked":
-        return {"where": lambda path, leaf: leaf.ndim > 1, "blocks": layers_of_three}
-    return {}
-
-
-def survived(shapes: Any, p: float, options: dict[str, Any], steps: int) -> float:
-    """Returns which share of the masked parameters survives in the steps that `in_turns` times."""
-    masked = describe_masking(shapes, **options).masked
-    # Coins depend on the number of blocks and not on their sizes: one element stands for each.
-    small = jax.tree.map(lambda x: jnp.ones((*x.shape[:-2], *(1,) * min(x.ndim, 2))), shapes)
-    tx = skip_update(survival_prob=p, **options)
-
-    @jax.jit
-    def toss(state: Any) -> tuple[dict[str, jax.Array], Any]:
-        updates, state = tx.update(small, state, small)
-        return {path: jnp.mean(x != 0) for path, x in by_path(updates).items()}, state
-
-    state, shares = tx.init(small), []
-    for _ in range(2 + steps):
-        kept, state = toss(state)
-        shares.append(sum(kept[path] * math.prod(shape) for path, shape in masked.items()))
-    return float(np.mean(shares[2:]) / sum(map(math.prod, masked.values())))
-
-
-def layers_of_three(path: str, leaf: jax.ShapeDtypeStruct) -> int | tuple[()]:
-    """Cuts stacked matrices, the leaves of three axes, by layer."""
-    return 0 if leaf.ndim == 3 else ()
 
 
 def train_rows(args: argparse.Namespace) -> Iterator[Row]:

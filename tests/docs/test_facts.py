@@ -63,9 +63,9 @@ def test_what_lazy_steps_cost_is_recorded():
             f"{x:.0f}" if x > 10 else f"{x:.1f}" for x in (dense["compile_s"], lazy["compile_s"])
         ]
         assert cells[4] == "{} s and {} s".format(*times)
-        optimizer = pytest.importorskip("examples.benchmark.optimizer")
-        shapes = optimizer.tree(tree, layers == "stacked")
-        share = optimizer.survived(shapes, 0.5, optimizer.masking(layers, "attention+mlp"), 4)
+        trees = pytest.importorskip("examples.benchmark.trees")
+        shapes = trees.tree(tree, layers == "stacked")
+        share = trees.survived(shapes, 0.5, trees.masking(layers, "attention+mlp"), 4)
         assert survived == f"{share:.2f}"
         ratios.append([f"{dense['ratio']:.2f}", f"{lazy['ratio']:.2f}"])
     assert len(ratios) == 4

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from examples.benchmark import optimizer
+from examples.benchmark import optimizer, trees
 from examples.benchmark.timing import Arm, in_turns
 from examples.kit.paths import by_path
 from magma_optax import attention_and_mlp, skip_update
@@ -72,8 +72,8 @@ def test_step_times_every_form_of_both_layouts(one_layer, tmp_path, capsys):
 
 @pytest.mark.parametrize("layout", ["separate", "stacked"])
 def test_what_survived_is_counted_over_the_timed_steps(layout):
-    shapes = optimizer.tree("tiny", layout == "stacked")
-    options = optimizer.masking(layout, "attention+mlp")
+    shapes = trees.tree("tiny", layout == "stacked")
+    options = trees.masking(layout, "attention+mlp")
     tx = skip_update(0.25, **options)
     ones = jax.tree.map(lambda x: jnp.ones(x.shape), shapes)
     state, kept, total = tx.init(ones), 0, 0
@@ -83,7 +83,7 @@ def test_what_survived_is_counted_over_the_timed_steps(layout):
             masked = [x for path, x in by_path(updates).items() if attention_and_mlp(path, x)]
             kept += sum(int((x != 0).sum()) for x in masked)
             total += sum(x.size for x in masked)
-    share = optimizer.survived(shapes, 0.25, options, 3)
+    share = trees.survived(shapes, 0.25, options, 3)
     assert share == pytest.approx(kept / total) and 0 < share < 0.5
 
 
@@ -105,7 +105,7 @@ def test_compile_times_are_of_the_asked_number_of_leaves(tmp_path):
     records = run(tmp_path, "--parts", "compile")
     assert {r["settings"]["leaves"] for r in records} == {3}
     assert min(r["results"]["compile_s"] for r in records) > 0
-    assert len(optimizer.narrow_llama(2000)) == 2000
+    assert len(trees.narrow_llama(2000)) == 2000
 
 
 def test_state_is_what_the_contract_says(tmp_path):
