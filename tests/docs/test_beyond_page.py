@@ -104,6 +104,8 @@ def test_what_is_said_about_adam():
     ]
     assert [text for text in told if text not in words] == []
     assert min(behind) > -5e-5 and max(ahead) < 0.05
+    advice = (ROOT / "docs/should_i_use_it.md").read_text()
+    assert f"[gained another {min(ratio):.3f} to {max(ratio):.3f}](beyond.md#on-adam)" in advice
     assert 16e-3 * 0.0693 == pytest.approx(4e-3 * 0.2765, rel=0.005)
 
 
