@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from examples.benchmark.branched import BranchedAdam
 from examples.kit.optimizers import direction
 from examples.kit.paths import path_string
 from examples.kit.soap import scale_by_soap
@@ -17,6 +18,7 @@ MATRIX_BASES = ("muon", "soap")  # whose directions are what they cost
 FORMS = (
     *("skip_update", "with_magma", "magma(grad=)", "lazy skip_update", "lazy with_magma"),
     *("fused skip_update", "fused with_magma"),
+    *("branched skip_update", "branched skip_update with moments"),
 )
 
 Tx = optax.GradientTransformationExtraArgs
@@ -67,14 +69,24 @@ def fused_forms(name: str, **masking: Any) -> dict[str, FusedAdam]:
     }
 
 
+def branched_forms(name: str, **masking: Any) -> dict[str, BranchedAdam]:
+    """Returns Adam's forms with a branch per leaf; none for other bases or where leaves are cut."""
+    if name != "adam" or masking.pop("blocks", "leaf") != "leaf":
+        return {}
+    return {
+        "branched skip_update": BranchedAdam(1e-3, **masking),
+        "branched skip_update with moments": BranchedAdam(1e-3, moments=True, **masking),
+    }
+
+
 def chosen(txs: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
     """Returns the bare base and the forms of these names, or all."""
     return {form: tx for form, tx in txs.items() if not names or form in ("bare", *names)}
 
 
-def update_and_apply(tx: Tx | FusedAdam) -> Callable[..., Any]:
+def update_and_apply(tx: Tx | FusedAdam | BranchedAdam) -> Callable[..., Any]:
     """Returns one step: ``params, opt_state, grads -> params, opt_state``."""
-    if isinstance(tx, FusedAdam):
+    if isinstance(tx, FusedAdam | BranchedAdam):
         return lambda params, opt_state, grads: tx.update_and_apply(grads, opt_state, params)
 
     def step(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:

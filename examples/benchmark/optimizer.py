@@ -27,7 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.benchmark.forms import BASES, FORMS, Tx, chosen, forms, fused_forms, update_and_apply
+from examples.benchmark.forms import (
+    BASES,
+    FORMS,
+    branched_forms,
+    chosen,
+    forms,
+    fused_forms,
+    update_and_apply,
+)
 from examples.benchmark.peers import rollfast_arms, torch_times
 from examples.benchmark.timing import Arm, compile_step, in_turns
 from examples.benchmark.trees import TREES, filled, masking, narrow_llama, survived, tree
@@ -39,7 +47,6 @@ from examples.llama import sharding
 from examples.llama.config import PRESETS
 from examples.llama.step import abstract_model, make_functions
 from magma_optax import attention_and_mlp
-from magma_optax.experimental.fused import FusedAdam
 
 PARTS = ("step", "train", "compile", "state", "peers")
 LEAVES = (100, 400, 2000)  # of the trees for compile times
@@ -48,7 +55,7 @@ OUT = Path(__file__).parent / "results.jsonl"
 Row = dict[str, Any]
 
 
-def optimizer_arm(tx: Tx | FusedAdam, shapes: Any, grads: Any) -> tuple[Arm, float]:
+def optimizer_arm(tx: Any, shapes: Any, grads: Any) -> tuple[Arm, float]:
     """Returns update and apply of `tx`, and the seconds that XLA took to compile them."""
     state = jax.eval_shape(tx.init, shapes)
     compiled = compile_step(update_and_apply(tx), shapes, state, grads, donate=2)
@@ -78,7 +85,7 @@ def step_rows(args: argparse.Namespace) -> Iterator[Row]:
             share = survived(shapes, p, options, args.steps)
             options["survival_prob"] = p
             txs = forms(base_name, **options) | fused_forms(base_name, **options)
-            txs = chosen(txs, args.forms)
+            txs = chosen(txs | branched_forms(base_name, **options), args.forms)
             built = {form: optimizer_arm(tx, shapes, grads) for form, tx in txs.items()}
             arms = {form: arm for form, (arm, _) in built.items()}
             times = in_turns(arms, args.rounds, args.steps)

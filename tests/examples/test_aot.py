@@ -3,7 +3,7 @@
 import pytest
 
 from examples.kit.aot.hlo import Collective, collectives, counts
-from examples.kit.aot.traffic import LoopError, hbm_bytes
+from examples.kit.aot.traffic import LoopError, hbm_bytes, hbm_range
 
 
 def test_collectives_are_counted_with_their_bytes():
@@ -103,6 +103,38 @@ def test_traffic_counts_what_crosses_to_slow_memory_once():
     fused = 4096 + (4096 + 2048)  # reads q, writes two arrays; %d and %e are in fast memory
     added = 4096
     assert hbm_bytes(TRAFFIC) == copied + fused + added
+
+
+BRANCHES = """\
+%drop (p: (f32[8])) -> f32[8] {
+  %p = (f32[8]{0}) parameter(0)
+  ROOT %x = f32[8]{0} get-tuple-element(%p), index=0
+}
+%keep (p: (f32[8])) -> f32[8] {
+  %p = (f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%p), index=0
+  ROOT %y = f32[8]{0} negate(%x)
+}
+ENTRY %m (c: pred[], x: f32[8]) -> f32[8] {
+  %c = pred[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  %z = f32[8]{0} negate(%x)
+  %t = (f32[8]{0}) tuple(%z)
+  ROOT %r = f32[8]{0} conditional(%c, %t, %t), NAMES
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    ["branch_computations={%drop, %keep}", "true_computation=%keep, false_computation=%drop"],
+)
+def test_traffic_of_branches_is_a_range(names):
+    text = BRANCHES.replace("NAMES", names)
+    assert hbm_range(text) == (64, 128)
+    with pytest.raises(LoopError, match="varies from 64 to 128 bytes with its branches"):
+        hbm_bytes(text)
+    assert hbm_bytes(text.replace("%keep,", "%drop,").replace(", %keep", ", %drop")) == 64
 
 
 def test_traffic_of_a_loop_is_refused():

@@ -6,14 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from examples.benchmark import optimizer, trees
+from examples.benchmark import forms, optimizer, trees
+from examples.benchmark.branched import BranchedAdam
 from examples.benchmark.timing import Arm, in_turns
 from examples.kit.paths import by_path
-from magma_optax import attention_and_mlp, skip_update
+from magma_optax import attention_and_mlp, skip_update, stacked
 
 
 @pytest.fixture
@@ -61,13 +64,38 @@ def test_step_times_every_form_of_both_layouts(one_layer, tmp_path, capsys):
     layouts = ["--layouts", "separate", "stacked", "--where", "all"]
     records = run(tmp_path, "--parts", "step", "--bases", "adam", *layouts)
     settings = [record["settings"] for record in records]
-    assert len({tuple(row.items()) for row in settings}) == 2 * 4
+    assert len({tuple(row.items()) for row in settings}) == 2 * 4 + 2
     for record in records:
         assert record["results"]["ms"] > 0 and record["results"]["compile_s"] > 0
         if record["settings"]["form"] == "bare":
             assert record["results"]["ratio"] == 1
         assert 0 <= record["results"]["survived"] <= 1
     assert f"| tiny | {1 * 9 + 3} separate | adam | all | 0.5 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("moments", [False, True])
+def test_branches_make_the_step_of_the_chain(moments):
+    shapes = trees.tree("tiny")
+    options = {"where": attention_and_mlp, "key": 1}
+    branched = BranchedAdam(1e-3, moments=moments, survival_prob=0.25, **options)
+    chain = optax.chain(optax.adam(1e-3), skip_update(0.25, **options))
+    runs = {}
+    for tx in (branched, chain):
+        params = trees.filled(shapes, 0.1)
+        step, state = jax.jit(forms.update_and_apply(tx)), tx.init(params)
+        for n in range(3):
+            params, state = step(params, state, trees.filled(shapes, n - 1.0))
+        runs[tx is branched] = params
+    chex.assert_trees_all_close(runs[True], runs[False], rtol=1e-6, atol=1e-7)
+    text = str(jax.make_jaxpr(branched.update_and_apply)(params, branched.init(params), params))
+    assert text.count("cond[") == len(jax.tree.leaves(shapes))
+
+
+def test_branches_are_for_adam_and_whole_leaves():
+    assert forms.branched_forms("adam", blocks="leaf").keys() <= set(forms.FORMS)
+    assert forms.branched_forms("adam").keys() <= set(forms.FORMS)
+    assert forms.branched_forms("adam", blocks=stacked(0)) == {}
+    assert forms.branched_forms("muon") == {}
 
 
 @pytest.mark.parametrize("layout", ["separate", "stacked"])

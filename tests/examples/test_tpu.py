@@ -22,7 +22,7 @@ from examples.kit.optimizers import direction
 from examples.llama import sharding, train
 from examples.llama.aot import with_vocabulary
 from examples.llama.options import CommandLine
-from examples.scaling import tpu_step, tpu_update
+from examples.scaling import tpu_branches, tpu_step, tpu_update
 from examples.scaling.step import lower_update
 from magma_optax import magma, skip_update, with_magma
 
@@ -253,6 +253,16 @@ def test_directions_are_computed_as_the_coins_say():
     assert any("known_trip_count" not in loop for loop in loops)
     assert "all-gather" not in entry  # A product needs one: the axis is sharded.
     assert "all-gather" in "\n".join(map("\n".join, parts.values()))
+
+
+def test_what_a_branch_around_adams_parameters_moves(capsys):
+    """Moments outside are read twice by survivors, so nothing is gained at p = 0.5."""
+    assert tpu_branches.main(["--topology", SLICE, "--shape", "2048", "1024"]) == 0
+    assert table(capsys.readouterr().out) == [
+        ["adam", "7.00", "7.00", "7.00"],
+        ["branched", "5.00", "9.00", "7.00"],
+        ["branched with moments", "5.00", "7.00", "6.00"],
+    ]
 
 
 def test_the_table_of_updates(capsys):

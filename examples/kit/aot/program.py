@@ -11,7 +11,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from examples.kit.aot.hlo import Collective, collectives
-from examples.kit.aot.traffic import hbm_bytes
+from examples.kit.aot.traffic import hbm_bytes, hbm_range
 from examples.kit.options import SettingsError
 
 HEADER = (
@@ -57,6 +57,11 @@ class Program:
     def hbm_bytes(self) -> int:
         """Bytes moved to and from memory, of a program without loops; see `traffic.hbm_bytes`."""
         return hbm_bytes(self.text)
+
+    @functools.cached_property
+    def hbm_range(self) -> tuple[int, int]:
+        """The least and the most that branches leave of these bytes; see `traffic.hbm_range`."""
+        return hbm_range(self.text)
 
     @property
     def sent(self) -> int:

@@ -5,6 +5,7 @@ twice: the copy, and its use there.
 """
 
 import re
+from collections.abc import Callable
 
 from examples.kit.aot.hlo import array_bytes, arrays, computations
 
@@ -18,7 +19,8 @@ _FREE = re.compile(
     r"|opt-barrier|[a-z-]+-done"
 )
 _FREE_CALL = re.compile(r'custom_call_target="(ConcatBitcast|AllocateBuffer)"')
-_LOOPS = ("while", "conditional", "call")
+_LOOPS = ("while", "call")
+_BRANCHES = re.compile(r"branch_computations=\{[^}]*\}|(?:true|false)_computation=%[\w.-]+")
 _COPIES = ("copy-start", "slice-start")
 _FAST = re.compile(r"S\([1-9]\d*\)")
 _TYPE = re.compile(r"\w+\[[\d,]*\](\{[^}]*\})?")
@@ -38,10 +40,27 @@ def hbm_bytes(text: str) -> int:
       text: the module, ``compiled.as_text()``.
 
     Raises:
-      LoopError: if the entry has a loop, a branch or a call.
+      LoopError: if the entry has a loop or a call, or a branch that changes the number.
     """
+    least, most = hbm_range(text)
+    if least != most:
+        raise LoopError(f"the HBM traffic varies from {least} to {most} bytes with its branches")
+    return least
+
+
+def hbm_range(text: str) -> tuple[int, int]:
+    """Count as `hbm_bytes` does, each branch once taken where it moves least and once where most.
+
+    Raises:
+      LoopError: if the entry or a branch has a loop or a call.
+    """
+    parts = computations(text)
+    return _moved(parts, next(reversed(parts)), min), _moved(parts, next(reversed(parts)), max)
+
+
+def _moved(parts: dict[str, list[str]], name: str, choose: Callable[[list[int]], int]) -> int:
     total, sizes = 0, dict[str, list[int]]()
-    for line in list(computations(text).values())[-1]:
+    for line in parts[name]:
         instruction = _INSTRUCTION.match(line)
         if not instruction:
             continue
@@ -51,13 +70,17 @@ def hbm_bytes(text: str) -> int:
             raise LoopError(
                 f"the program has a {op}, {instruction['name']}: its HBM traffic varies"
             )
+        if op == "conditional":
+            branches = _OPERAND.findall(" ".join(_BRANCHES.findall(line)))
+            total += choose([_moved(parts, branch, choose) for branch in branches])
+            continue
         if _FREE.fullmatch(op) or _FREE_CALL.search(line):
             continue
         if op in _COPIES:
             total += _copied(op, instruction["type"])
             continue
         operands = _OPERAND.findall(instruction["rest"].split("), ")[0])
-        read = [sizes.get(name, []) for name in operands]
+        read = [sizes.get(operand, []) for operand in operands]
         total += sum(results) + sum(size[0] for size in read if len(size) == 1)
     return total
 
