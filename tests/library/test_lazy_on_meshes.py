@@ -157,3 +157,22 @@ def test_in_shard_map_each_device_has_experts_of_its_own(check_vma):
     assert_same_run(run(update, state, params, grads), expected, rtol=1e-4)
     dropped = np.all(expected[0][0]["w"] == 0, axis=(1, 2)).reshape(4, 2)
     assert len({tuple(row) for row in dropped}) > 1, "all devices tossed the same coins"
+
+
+def test_under_pmap_all_replicas_stay_alike():
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(5, 3, 4)), jnp.float32)}
+    grads = {"w": jnp.asarray(rng.normal(size=(8, 5, 3, 4)), jnp.float32)}
+    lazy, dense = (with_magma(costly(plain), blocks=layers, lazy=lazy) for lazy in (True, False))
+
+    def step(grads, state, params):
+        return lazy.update(jax.lax.pmean(grads, "replica"), state, params)
+
+    copies = jax.tree.map(lambda x: jnp.stack([x] * 8), (lazy.init(params), params))
+    updates, state = jax.device_get(jax.pmap(step, axis_name="replica")(grads, *copies))
+    mean = jax.tree.map(lambda g: g.mean(0), grads)
+    expected, last = jax.device_get(jax.jit(dense.update)(mean, dense.init(params), params))
+    for replica in range(8):
+        update, kept = jax.tree.map(lambda x, n=replica: x[n], (updates, state))
+        assert_same_run(([update], kept), ([expected], last), rtol=1e-4)
+    assert 0 < np.any(expected["w"], axis=(1, 2)).sum() < 5
