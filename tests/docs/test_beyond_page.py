@@ -16,12 +16,12 @@ GROUPS = {  # by base: arms that stand beside the new ones, and the lowest const
 SCORED, SMOOTH = "c_adam+aligned/mean@0.1386", "c_adam+constant@0.1386"
 
 
-def losses(seed=0):
-    """Validation losses of the 40M Llama by arm and rate; of repeats the first."""
+def losses(seed=0, name="llama_40m", steps=1500):
+    """Validation losses by arm and rate, of the 40M Llama; of repeats the first."""
     found = {}
-    for record in records.read(RESULTS / "llama_40m.jsonl"):
+    for record in records.read(RESULTS / f"{name}.jsonl"):
         settings = record["settings"]
-        if settings["seed"] == seed and settings["steps"] == 1500:
+        if settings["seed"] == seed and settings["steps"] == steps:
             rates = found.setdefault(settings["arm"], {})
             rates.setdefault(settings["learning_rate"], record["results"]["valid_loss"])
     return found
@@ -121,3 +121,36 @@ def test_what_is_said_about_muon():
     assert [text for text in told if text not in words] == []
     beyond = {arm: rates for arm, rates in found.items() if "muon" in arm and "@" in arm}
     assert len(beyond) == 4 and {len(rates) for rates in beyond.values()} == {1, 2, 3}
+
+
+def small_rows(found):
+    """Rows of the small mixture: losses of seed 0, and of the others at the rate it chose."""
+    arms = [
+        "adam",
+        "adam+magma",
+        "adam+constant",
+        "c_adam",
+        *(arm for arm in found[0] if "@" in arm),
+    ]
+    for arm in sorted(arms, key=lambda arm: at_best(found[0], arm)):
+        best = min(found[0][arm], key=found[0][arm].get)
+        interior = "yes" if {best / 2, best * 2} <= found[0][arm].keys() else "no"
+        fresh = ", ".join(f"{found[n][arm][best]:.4f}" for n in (1, 2, 3) if arm in found[n])
+        shown = f"{best * 1e3:g}e-3"
+        yield f"| `{arm}` | {shown} | {interior} | {found[0][arm][best]:.4f} | {fresh} |"
+
+
+def test_the_small_mixture_of_experts():
+    found = {seed: losses(seed, "nano_moe", 400) for seed in range(4)}
+    assert "\n".join(["", "|---|---|---|---|---|", *small_rows(found), "", ""]) in PAGE
+    words = " ".join(PAGE.split())
+    for base in ("c_adam", "adam"):
+        arms = f"{base}+aligned/mean@0.1386", f"{base}+constant@0.1386"
+        assert [min(found[0][arm], key=found[0][arm].get) for arm in arms] == [19.2e-3] * 2
+        scored, constant = ([found[n][arm][19.2e-3] for n in (1, 2, 3)] for arm in arms)
+        gaps = [f"{x - y:+.3f}" for x, y in zip(scored, constant, strict=True)]
+        name = {"c_adam": "C-Adam", "adam": "Adam"}[base]
+        assert f"on {name} {gaps[0]}, {gaps[1]} and {gaps[2]}" in words
+    for seed in (0, 1, 2):
+        wide, half = found[seed]["adam+constant"], found[seed]["adam+constant@0.1386"]
+        assert min(wide.values()) < min(half.values())

@@ -35,7 +35,11 @@ ON_TWO_BASES = PAGE.rows("The paper's model", "comparison | on Adam | on Muon", 
 SMALL = PAGE.rows("A small model", "arm | best rate", 12)
 
 DIGITS = recorded("negative_control")
-PAPERS, NANO = (runs("nano_moe", preset=preset) for preset in ("paper", "nano"))
+# Arms with an @ are on the page `beyond`.
+PAPERS, NANO = (
+    [run for run in runs("nano_moe", preset=preset) if "@" not in run["settings"]["arm"]]
+    for preset in ("paper", "nano")
+)
 ARMS = [row[0] for row in BY_FIVE]
 GRID = [0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128]
 IMAGES = 599  # in each third of the digits
