@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from examples.benchmark.branched import BranchedAdam
+from examples.kit.branched_adam import BranchedAdam
 from examples.kit.optimizers import direction
 from examples.kit.paths import path_string
 from examples.kit.soap import scale_by_soap

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from examples.benchmark.branched import FORMS, step_leaf
 from examples.kit.aot import topology
 from examples.kit.aot.program import Program, compiled
+from examples.kit.branched_adam import FORMS, step_leaf
 from examples.kit.options import Parser, whole
 from examples.scaling.comparison import print_table, status
 

@@ -13,8 +13,8 @@ import optax
 import pytest
 
 from examples.benchmark import forms, optimizer, trees
-from examples.benchmark.branched import BranchedAdam
 from examples.benchmark.timing import Arm, in_turns
+from examples.kit.branched_adam import BranchedAdam
 from examples.kit.paths import by_path
 from magma_optax import attention_and_mlp, skip_update, stacked
 
