@@ -80,10 +80,10 @@ def step_rows(args: argparse.Namespace) -> Iterator[Row]:
     ):
         shapes = tree(name, layout == "stacked")
         grads = filled(shapes, 0.0)
-        for base_name, where, p in itertools.product(args.bases, args.where, args.survival_probs):
-            options = masking(layout, where)
-            share = survived(shapes, p, options, args.steps)
-            options["survival_prob"] = p
+        cases = [*itertools.product(args.where, args.survival_probs)]
+        shares = {(w, p): survived(shapes, p, masking(layout, w), args.steps) for w, p in cases}
+        for base_name, (where, p) in itertools.product(args.bases, cases):
+            options = masking(layout, where) | {"survival_prob": p}
             txs = forms(base_name, **options) | fused_forms(base_name, **options)
             txs = chosen(txs | branched_forms(base_name, **options), args.forms)
             built = {form: optimizer_arm(tx, shapes, grads) for form, tx in txs.items()}
@@ -99,7 +99,7 @@ def step_rows(args: argparse.Namespace) -> Iterator[Row]:
                     "form": form,
                     "ms": times[form],
                     "ratio": times[form] / times["bare"],
-                    "survived": share,
+                    "survived": shares[where, p],
                     "compile_s": seconds,
                     "compile_ratio": seconds / built["bare"][1],
                 }

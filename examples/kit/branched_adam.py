@@ -74,11 +74,12 @@ def step_leaf(
     """
 
     def advance(mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return B1 * mu + (1 - B1) * g, B2 * nu + (1 - B2) * g**2
+        return optax.tree.update_moment(g, mu, B1, 1), optax.tree.update_moment(g, nu, B2, 2)
 
     def apply(p: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.Array:
-        t = count.astype(p.dtype)
-        return p - factor * (mu / (1 - B1**t)) / (jnp.sqrt(nu / (1 - B2**t)) + EPS)
+        mu_hat = optax.tree.bias_correction(mu, B1, count)
+        nu_hat = optax.tree.bias_correction(nu, B2, count)
+        return p - factor * mu_hat / (jnp.sqrt(nu_hat) + EPS)
 
     def survive(p: jax.Array, mu: jax.Array, nu: jax.Array) -> Leaf:
         mu, nu = advance(mu, nu)

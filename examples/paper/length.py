@@ -24,7 +24,7 @@ from examples.kit.options import Parser, local_path
 from examples.paper import RESULTS
 from examples.paper.drawing import save
 from examples.paper.report import markdown
-from examples.paper.search import Record, best, losses, select, valid_loss
+from examples.paper.search import Record, best, losses, losses_by_seed, select
 
 FILES = ("llama_40m.jsonl", "llama_60m.jsonl")  # of one model: the data's vocabulary is small
 BASE = "adam"
@@ -60,29 +60,23 @@ def points(found: Sequence[Record], arms: Iterable[str] = ARMS) -> list[Point]:
         if not losses(alike, BASE):
             continue
         base = best(alike, BASE, allow_edge=True)
-        theirs = by_seed(alike, BASE, base.learning_rate)
+        theirs = losses_by_seed(alike, BASE, base.learning_rate)
         for arm in arms:
             if not losses(alike, arm):
                 continue
             chosen = best(alike, arm, allow_edge=True)
-            ours = by_seed(alike, arm, chosen.learning_rate)
+            ours = losses_by_seed(alike, arm, chosen.learning_rate)
             made.append(
                 Point(
                     arm,
                     tokens,
                     data,
                     rates=(chosen.learning_rate, base.learning_rate),
-                    gaps=[ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs)],
+                    gaps=[ours[seed] - theirs[seed] for seed in ours if seed in theirs],
                     interior=chosen.interior and base.interior,
                 )
             )
     return made
-
-
-def by_seed(found: Sequence[Record], arm: str, learning_rate: float) -> dict[int, float]:
-    """Returns the validation losses of an arm at one rate, by seed."""
-    runs = select(found, {"arm": arm, "learning_rate": learning_rate})
-    return {record["settings"]["seed"]: valid_loss(record) for record in runs}
 
 
 def tokens_of(record: Record) -> int:

@@ -27,7 +27,16 @@ from examples.kit import records
 from examples.kit.console import say
 from examples.kit.figure import Axes, Figure, SubFigure, colormaps
 from examples.kit.options import local_path
-from examples.paper.search import RATIO, TUNED, Record, losses, select, summarise, valid_loss
+from examples.paper.search import (
+    RATIO,
+    TUNED,
+    Record,
+    losses,
+    losses_by_seed,
+    select,
+    summarise,
+    valid_loss,
+)
 
 OWN = ("arm", "learning_rate", "seed")  # settings of one run; the others are the task's
 HEADROOM = 0.1  # of a panel above the best of the worst arm, in its loss
@@ -154,10 +163,8 @@ def fresh_table(found: Sequence[Record], names: Sequence[str], against: str) -> 
 
 def fresh_losses(found: Sequence[Record], arm: str) -> dict[int, float]:
     """Returns the losses at the rate that seed 0 chose, of all other seeds, by seed."""
-    rate = summarise(found, arm).best.learning_rate
-    runs = select(found, {"arm": arm, "learning_rate": rate})
-    seen = {record["settings"]["seed"]: valid_loss(record) for record in runs}
-    return {seed: seen[seed] for seed in sorted(seen) if seed != TUNED}
+    seen = losses_by_seed(found, arm, summarise(found, arm).best.learning_rate)
+    return {seed: loss for seed, loss in seen.items() if seed != TUNED}
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:

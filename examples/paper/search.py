@@ -89,6 +89,13 @@ def losses(records: Iterable[Record], arm: str, seed: int = TUNED) -> dict[float
     return {record["settings"]["learning_rate"]: valid_loss(record) for record in found}
 
 
+def losses_by_seed(records: Iterable[Record], arm: str, learning_rate: float) -> dict[int, float]:
+    """Validation loss of each seed of an arm at one rate, the lowest seed first."""
+    found = select(records, {"arm": arm, "learning_rate": learning_rate})
+    by_seed = {record["settings"]["seed"]: valid_loss(record) for record in found}
+    return dict(sorted(by_seed.items()))
+
+
 def best(records: Iterable[Record], arm: str, allow_edge: bool = False) -> Best:
     """The best rate of an arm.
 
@@ -179,6 +186,4 @@ def summarise(records: Sequence[Record], arm: str) -> Row | None:
     if not losses(records, arm):
         return None
     found = best(records, arm, allow_edge=True)
-    runs = select(records, {"arm": arm, "learning_rate": found.learning_rate})
-    by_seed = {record["settings"]["seed"]: valid_loss(record) for record in runs}
-    return Row(found, [by_seed[seed] for seed in sorted(by_seed)])
+    return Row(found, [*losses_by_seed(records, arm, found.learning_rate).values()])

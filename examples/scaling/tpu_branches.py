@@ -37,7 +37,7 @@ def program(name: str, shape: Sequence[int], device: jax.Device) -> Program:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
     def update(p: Any, mu: Any, nu: Any, g: Any, factor: Any, count: Any) -> Any:
-        if name == ADAM:
+        if name == ADAM:  # The compiler takes the branch of a constant.
             factor = jnp.float32(1e-3)
         return step_leaf((p, mu, nu), g, factor, count, moments=FORMS.get(name, False))
 

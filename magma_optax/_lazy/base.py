@@ -4,7 +4,7 @@ The direction of a dropped block is thrown away. Where it is what a step costs, 
 orthogonalization is, leaving it out makes the step cheaper than the base's own. Nothing is known of
 the base but its update function: that is traced, and what only one leaf's direction needs is put
 into a branch on the leaf's coin. Where a leaf holds many blocks, the surviving ones are cut out and
-computed in batches.
+computed in a loop.
 """
 
 import functools

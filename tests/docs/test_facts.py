@@ -47,6 +47,7 @@ def test_what_lazy_steps_cost_is_recorded():
         found = [results for settings, results in records if wanted.items() <= settings.items()]
         return found[-1] if found else None
 
+    trees = pytest.importorskip("examples.benchmark.trees")
     page, forms = text("docs/performance.md"), ("bare", "with_magma", "lazy with_magma")
     [table] = re.findall(r"^\| tree \| layers \| survived.*?\n\n", page, re.M | re.S)
     ratios = []
@@ -63,7 +64,6 @@ def test_what_lazy_steps_cost_is_recorded():
             f"{x:.0f}" if x > 10 else f"{x:.1f}" for x in (dense["compile_s"], lazy["compile_s"])
         ]
         assert cells[4] == "{} s and {} s".format(*times)
-        trees = pytest.importorskip("examples.benchmark.trees")
         shapes = trees.tree(tree, layers == "stacked")
         share = trees.survived(shapes, 0.5, trees.masking(layers, "attention+mlp"), 4)
         assert survived == f"{share:.2f}"
