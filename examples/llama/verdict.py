@@ -8,7 +8,7 @@ from typing import Any
 
 from scipy import stats
 
-from examples.paper.search import TUNED, Record, best, losses, select, valid_loss
+from examples.paper.search import TUNED, Record, best, losses, losses_by_seed, select, valid_loss
 
 CONFIDENCE = 0.95
 
@@ -93,14 +93,12 @@ def _difference(
 ) -> Difference:
     by_seed: dict[int, float] = {}
     if arm in found and reference in found:
-        seeds = {record["settings"]["seed"] for record in records} - {TUNED}
-        for seed in sorted(seeds):
-            ends = [
-                losses(records, name, seed).get(found[name].learning_rate)
-                for name in (arm, reference)
-            ]
-            if None not in ends and all(map(math.isfinite, ends)):
-                by_seed[seed] = ends[0] - ends[1]
+        ours, theirs = (
+            losses_by_seed(records, name, found[name].learning_rate) for name in (arm, reference)
+        )
+        for seed in sorted(ours.keys() & theirs.keys() - {TUNED}):
+            if math.isfinite(ours[seed]) and math.isfinite(theirs[seed]):
+                by_seed[seed] = ours[seed] - theirs[seed]
     values = list(by_seed.values())
     if not values:
         return Difference(arm, reference, by_seed, None, None, None)
