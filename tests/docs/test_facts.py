@@ -38,15 +38,20 @@ def test_the_two_tables_agree():
     assert rows[0] == rows[1]
 
 
+def timed(form, option="", **settings):
+    """Results of the last record of these settings whose command has the option, or lacks any p."""
+    wanted, found = {"form": form, **settings}.items(), None
+    for line in text("examples/benchmark/results.jsonl").splitlines():
+        record = json.loads(line)
+        command = record["provenance"]["command"]
+        right = option in command if option else "--survival-probs" not in command
+        if right and wanted <= record["settings"].items():
+            found = record["results"]
+    return found
+
+
 def test_what_lazy_steps_cost_is_recorded():
-    lines = text("examples/benchmark/results.jsonl").splitlines()
-    records = [(r["settings"], r["results"]) for r in map(json.loads, lines)]
-
-    def row(form, **settings):
-        wanted = {"form": form, **settings}
-        found = [results for settings, results in records if wanted.items() <= settings.items()]
-        return found[-1] if found else None
-
+    row = timed
     trees = pytest.importorskip("examples.benchmark.trees")
     page, forms = text("docs/performance.md"), ("bare", "with_magma", "lazy with_magma")
     [table] = re.findall(r"^\| tree \| layers \| survived.*?\n\n", page, re.M | re.S)
@@ -79,6 +84,36 @@ def test_what_lazy_steps_cost_is_recorded():
     soap = {"part": "step", "base": "soap", "tree": "60m", "leaves": "12 stacked"}
     _, dense, lazy = (row(form, **soap) for form in forms)
     assert f"{lazy['ratio']:.2f}, plain `with_magma` {dense['ratio']:.2f}" in page
+
+
+def test_the_time_of_a_lazy_step_is_linear_in_what_survives():
+    page, forms = text("docs/performance.md"), ("lazy skip_update", "lazy with_magma")
+    settings = {"part": "step", "base": "muon", "tree": "1b-5504", "leaves": "12 stacked"}
+    [table] = re.findall(r"^\| p \| survived \|.*?\n\n", page, re.M | re.S)
+    shares, ratios, bare = [], [], []
+    for line in table.strip().splitlines()[2:]:
+        p, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        found = [timed(f, "--survival-probs", p=float(p), **settings) for f in ("bare", *forms)]
+        bare.append(found[0]["ms"])
+        shares.append(found[0]["survived"])
+        ratios.append([results["ratio"] for results in found[1:]])
+        assert cells == [f"{shares[-1]:.3f}", *(f"{ratio:.2f}" for ratio in ratios[-1])]
+    assert len(shares) == 4 and f"which took {np.mean(bare):.0f} ms" in page
+    slopes, starts = np.polyfit(shares, ratios, 1)
+    assert np.abs(np.outer(shares, slopes) + starts - ratios).max() < 0.003
+    assert f"it is {starts[1]:.3f} + {slopes[1]:.3f} times the share" in page
+    assert f"a step takes {ratios[-1][1]:.2f} of bare Muon's" in page
+
+
+def test_what_branches_cost_on_adam_is_recorded():
+    page = text("docs/performance.md")
+    [table] = re.findall(r"^  \| SkipUpdate on Adam,.*?\n\n", page, re.M | re.S)
+    forms = ["skip_update", "branched skip_update", "branched skip_update with moments"]
+    settings = {"part": "step", "base": "adam", "tree": "1b", "leaves": "219 separate"}
+    found = [timed(form, "branched", **settings) for form in (*forms, "fused skip_update")]
+    assert re.findall(r"\d\.\d\d", table) == [f"{results['ratio']:.2f}" for results in found]
+    assert f"{found[0]['survived']:.0%} survived".replace("%", " %") in table
+    assert 0 < 1 - found[2]["ratio"] < 0.01 and "gain 0.01 at most" in page
 
 
 def test_the_api_has_every_public_name():
