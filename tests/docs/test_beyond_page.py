@@ -1,5 +1,7 @@
 """Results on the page of arms beyond the paper follow from the records."""
 
+import statistics
+
 import pytest
 from test_readme import ROOT
 
@@ -9,11 +11,19 @@ from examples.kit import records
 from examples.paper import RESULTS
 
 PAGE = (ROOT / "docs/beyond.md").read_text()
+WORDS = " ".join(PAGE.split())
 GROUPS = {  # by base: arms that stand beside the new ones, and the lowest constant
     "adam": (("adam", "adam+magma", "adam+constant", "c_adam"), "adam+constant@0.0693"),
     "muon": (("muon", "muon+magma", "muon+constant", "muon+damping"), "muon+constant@0.1347"),
 }
 SCORED, SMOOTH = "c_adam+aligned/mean@0.1386", "c_adam+constant@0.1386"
+LOWEST = "muon+aligned/mean@0.2695"  # on Muon
+FRESH = {  # by base: the arms that ran from seeds 1 to 3
+    "adam": (SMOOTH, SCORED, "adam+constant@0.0693"),
+    "muon": (LOWEST, "muon+constant@0.0674", "muon+constant@0.1347", "muon+constant"),
+}
+MIXTURES = {400: ("adam", "adam+magma", "adam+constant", "c_adam")}  # by steps: arms beside
+MIXTURES[1500] = (*MIXTURES[400], "muon", "muon+magma", "muon+constant")
 
 
 def losses(seed=0, name="llama_40m", steps=1500):
@@ -27,72 +37,100 @@ def losses(seed=0, name="llama_40m", steps=1500):
     return found
 
 
-def rate(value):
-    """Writes a rate as the pages do: 8e-3, 16e-3, 5e-4."""
-    exponent = -3 if value >= 1e-3 else -4
-    return f"{round(value * 10**-exponent)}e{exponent}"
+@pytest.fixture(scope="module")
+def llama():
+    """Losses of the 40M Llama by seed."""
+    return {seed: losses(seed) for seed in range(4)}
+
+
+def chosen(found, arm):
+    """The rate with the lowest loss, and whether it lies between two that were tried."""
+    best = min(found[arm], key=found[arm].get)
+    return best, {best / 2, best * 2} <= found[arm].keys()
 
 
 def at_best(found, arm):
     return min(found[arm].values())
 
 
-def rows(found, base):
-    """The table's rows from the lowest loss, and the differences from the constant."""
+def on_fresh_seeds(found, arm):
+    """Losses of seeds 1 to 3 at the rate that seed 0 chose; of fewer where fewer ran."""
+    best, _ = chosen(found[0], arm)
+    return [found[n][arm][best] for n in (1, 2, 3) if best in found[n].get(arm, {})]
+
+
+def less(these, those):
+    return [this - that for this, that in zip(these, those, strict=True)]
+
+
+def beyond(found, base):
+    """The arms of a base that are spelled out."""
+    return [arm for arm in found if "@" in arm and (base == "muon") == ("muon" in arm)]
+
+
+def rate(value):
+    """Writes a rate as the pages do: 8e-3, 19.2e-3, 5e-4."""
+    exponent = -3 if value >= 1e-3 else -4
+    return f"{value * 10**-exponent:.4g}e{exponent}"
+
+
+def listed(values, form):
+    return ", ".join(f"{value:{form}}" for value in values)
+
+
+def says(*phrases):
+    assert [phrase for phrase in phrases if phrase not in WORDS] == []
+
+
+def has_table(lines):
+    """Whether the page has these rows as one whole table."""
+    return "\n".join(["---|", *lines, "", ""]) in PAGE
+
+
+@pytest.mark.parametrize("base", GROUPS)
+def test_the_tables_of_seed_0(base, llama):
     others, against = GROUPS[base]
-    arms = [*others, *(arm for arm in found if "@" in arm and (base == "muon") == ("muon" in arm))]
-    best = {arm: min(found[arm], key=found[arm].get) for arm in arms}
-    lines, gaps = [], {}
-    for arm in sorted(arms, key=lambda arm: found[arm][best[arm]]):
-        interior = "yes" if {best[arm] / 2, best[arm] * 2} <= found[arm].keys() else "no"
-        gaps[arm] = found[arm][best[arm]] - found[against][best[against]]
-        gap = "" if arm == against else f"{gaps[arm]:+.3f}"
-        loss = found[arm][best[arm]]
-        lines.append(f"| `{arm}` | {rate(best[arm])} | {interior} | {loss:.4f} | {gap} |")
-    return lines, gaps
+    lines = []
+    for arm in sorted([*others, *beyond(llama[0], base)], key=lambda arm: at_best(llama[0], arm)):
+        best, interior = chosen(llama[0], arm)
+        gap = at_best(llama[0], arm) - at_best(llama[0], against)
+        cells = [f"`{arm}`", rate(best), "yes" if interior else "no"]
+        cells += [f"{at_best(llama[0], arm):.4f}", "" if arm == against else f"{gap:+.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    assert has_table(lines), "\n".join(lines)
 
 
 @pytest.mark.parametrize("base", GROUPS)
-def test_the_tables(base):
-    lines, _ = rows(losses(), base)
-    assert "\n".join(["", "|---|---|---|---|---|", *lines, "", ""]) in PAGE
+def test_the_constant_is_the_lowest_of_its_base(base, llama):
+    constants = [arm for arm in llama[0] if arm.startswith(f"{base}+constant") and "*" not in arm]
+    assert min(constants, key=lambda arm: at_best(llama[0], arm)) == GROUPS[base][1]
 
 
 @pytest.mark.parametrize("base", GROUPS)
-def test_the_constant_is_the_lowest_of_its_base(base):
-    found, against = losses(), GROUPS[base][1]
-    constants = [arm for arm in found if arm.startswith(f"{base}+constant") and "*" not in arm]
-    assert min(constants, key=lambda arm: at_best(found, arm)) == against
+def test_the_tables_of_fresh_seeds(base, llama):
+    against, lines = GROUPS[base][1], []
+    for arm in FRESH[base]:
+        mine, theirs = (on_fresh_seeds(llama, each) for each in (arm, against))
+        told = "" if arm == against else f" {listed(less(mine, theirs), '+.3f')}"
+        best, _ = chosen(llama[0], arm)
+        lines.append(f"| `{arm}` | {rate(best)} | {listed(mine, '.4f')} |{told} |")
+    assert has_table(lines), "\n".join(lines)
+    ran = {arm for arm in llama[0] if len(on_fresh_seeds(llama, arm)) == 3 and base in arm}
+    assert ran == set(FRESH[base])
 
 
-def test_the_table_of_fresh_seeds():
-    against, lines = GROUPS["adam"][1], []
-    for arm in (SMOOTH, SCORED, against):
-        [chosen] = {16e-3} & {min(losses()[arm], key=losses()[arm].get)}
-        fresh = [losses(seed)[arm][chosen] for seed in (1, 2, 3)]
-        gaps = [mine - losses(n)[against][chosen] for n, mine in enumerate(fresh, 1)]
-        told = "" if arm == against else f" {', '.join(f'{gap:+.3f}' for gap in gaps)}"
-        values = ", ".join(f"{x:.4f}" for x in fresh)
-        lines.append(f"| `{arm}` | {rate(chosen)} | {values} |{told} |")
-    assert "\n".join(lines) in PAGE
-    beyond = {arm for seed in (1, 2, 3) for arm in losses(seed) if "@" in arm}
-    assert beyond == {SMOOTH, SCORED, against}
-
-
-def test_what_is_said_about_adam():
-    found, words = losses(), " ".join(PAGE.split())
-    _, gaps = rows(found, "adam")
+def test_what_is_said_about_adam(llama):
     against = GROUPS["adam"][1]
-    behind = [losses(n)[SCORED][16e-3] - losses(n)[SMOOTH][16e-3] for n in (1, 2, 3)]
-    ahead = [losses(n)[against][16e-3] - losses(n)[SMOOTH][16e-3] for n in (1, 2, 3)]
-    ratio = [losses(n)["adam+constant"][4e-3] - losses(n)[against][16e-3] for n in (0, 1, 2)]
+    scored, smooth, constant = (on_fresh_seeds(llama, a) for a in (SCORED, SMOOTH, against))
+    behind, ahead = less(scored, smooth), less(constant, smooth)
+    ratio = [llama[n]["adam+constant"][4e-3] - llama[n][against][16e-3] for n in (0, 1, 2)]
 
     def above(arm, other):
-        return f"{gaps[arm] - gaps[other]:.3f}"
+        return f"{at_best(llama[0], arm) - at_best(llama[0], other):.3f}"
 
-    told = [
-        f"was {gaps[SMOOTH] - gaps[SCORED]:.3f} below C-Adam with the constant on seed 0",
-        f"seemed to be by {gaps[SMOOTH] - gaps[SCORED]:.3f} on the seed",
+    says(
+        f"was {above(SMOOTH, SCORED)} below C-Adam with the constant on seed 0",
+        f"seemed to be by {above(SMOOTH, SCORED)} on the seed",
         "it is {:.3f}, {:.3f} and {:.3f} above it".format(*behind),
         f"it was {min(behind):.3f} to {max(behind):.3f} worse",
         f"{min(ahead):.3f} to {max(ahead):.3f} below Adam with its own best constant",
@@ -101,56 +139,67 @@ def test_what_is_said_about_adam():
         f"Over its mean it is {above('adam+aligned/mean@0.1386', 'adam+constant@0.1386')} above it",
         f"gains {min(ratio):.3f} to {max(ratio):.3f} on Adam",
         f"where it is {above('adam+previous@0.1386', 'adam+constant@0.1386')} above the constant",
-    ]
-    assert [text for text in told if text not in words] == []
+    )
     assert min(behind) > -5e-5 and max(ahead) < 0.05
     advice = (ROOT / "docs/should_i_use_it.md").read_text()
     assert f"[gained another {min(ratio):.3f} to {max(ratio):.3f}](beyond.md#on-adam)" in advice
     assert 16e-3 * 0.0693 == pytest.approx(4e-3 * 0.2765, rel=0.005)
 
 
-def test_what_is_said_about_muon():
-    found, words = losses(), " ".join(PAGE.split())
-    _, gaps = rows(found, "muon")
-    aligned = [arm for arm in gaps if "@0.2695" in arm]
-    gains = sorted(gaps["muon+constant"] - gaps[arm] for arm in aligned)
-    told = [
-        "scores gain** {:.3f} and {:.3f} over `muon+constant`".format(*gains),
-        f"more than {-min(gaps.values()):.3f} better",
-    ]
-    assert [text for text in told if text not in words] == []
-    beyond = {arm: rates for arm, rates in found.items() if "muon" in arm and "@" in arm}
-    assert len(beyond) == 4 and {len(rates) for rates in beyond.values()} == {1, 2, 3}
+def test_what_is_said_about_muon(llama):
+    against, quarter = GROUPS["muon"][1], FRESH["muon"][1]
+    scored, half, small = (on_fresh_seeds(llama, arm) for arm in (LOWEST, against, quarter))
+    gains, others = less(half, scored), less(scored, small)
+    assert min(gains) < statistics.median(gains) < 0.01 < max(gains)
+    assert min(others) < 0 < max(others)
+    ratio = [llama[n]["muon"][4e-3] - llama[n][against][32e-3] for n in (0, 1, 2)]
+    wide = llama[0]["muon+aligned/mean@0.5391"]
+    says(
+        f"{min(gains):.3f} to {max(gains):.3f} below the constant that seed 0 chose",
+        "by {:.3f}, {:.3f} and {:.3f}. The bar is 0.01".format(*gains),
+        "it differs by {:+.3f}, {:+.3f} and {:+.3f}".format(*others),
+        f"gains {min(ratio):.3f} to {max(ratio):.3f} over Muon",
+        f"ends at {llama[0][LOWEST][64e-3]:.2f}, and {wide[32e-3]:.2f} at twice the ratio",
+        f"costs the constant {llama[0][against][64e-3] - llama[0][against][32e-3]:.2f}",
+    )
+    for arm in ("muon+aligned/mean@0.1347", "muon+aligned/mean@0.5391"):
+        assert at_best(llama[0], arm) > at_best(llama[0], LOWEST)
+    advice = (ROOT / "docs/should_i_use_it.md").read_text()
+    assert f"[gained {min(ratio):.3f} to {max(ratio):.3f} over Muon](beyond.md#on-muon)" in advice
 
 
-def small_rows(found):
-    """Rows of the small mixture: losses of seed 0, and of the others at the rate it chose."""
-    arms = [
-        "adam",
-        "adam+magma",
-        "adam+constant",
-        "c_adam",
-        *(arm for arm in found[0] if "@" in arm),
-    ]
+@pytest.mark.parametrize("steps", MIXTURES)
+def test_the_mixtures_of_experts(steps):
+    found, lines = {seed: losses(seed, "nano_moe", steps) for seed in range(4)}, []
+    arms = [*MIXTURES[steps], *(arm for arm in found[0] if "@" in arm)]
     for arm in sorted(arms, key=lambda arm: at_best(found[0], arm)):
-        best = min(found[0][arm], key=found[0][arm].get)
-        interior = "yes" if {best / 2, best * 2} <= found[0][arm].keys() else "no"
-        fresh = ", ".join(f"{found[n][arm][best]:.4f}" for n in (1, 2, 3) if arm in found[n])
-        shown = f"{best * 1e3:g}e-3"
-        yield f"| `{arm}` | {shown} | {interior} | {found[0][arm][best]:.4f} | {fresh} |"
+        best, interior = chosen(found[0], arm)
+        cells = [f"`{arm}`", rate(best), "yes" if interior else "no"]
+        cells += [f"{at_best(found[0], arm):.4f}", listed(on_fresh_seeds(found, arm), ".4f")]
+        lines.append(f"| {' | '.join(cells).rstrip()} |")
+    assert has_table(lines), "\n".join(lines)
 
 
-def test_the_small_mixture_of_experts():
+def test_what_is_said_about_the_small_mixture():
     found = {seed: losses(seed, "nano_moe", 400) for seed in range(4)}
-    assert "\n".join(["", "|---|---|---|---|---|", *small_rows(found), "", ""]) in PAGE
-    words = " ".join(PAGE.split())
-    for base in ("c_adam", "adam"):
+    for base, name in (("c_adam", "C-Adam"), ("adam", "Adam")):
         arms = f"{base}+aligned/mean@0.1386", f"{base}+constant@0.1386"
-        assert [min(found[0][arm], key=found[0][arm].get) for arm in arms] == [19.2e-3] * 2
-        scored, constant = ([found[n][arm][19.2e-3] for n in (1, 2, 3)] for arm in arms)
-        gaps = [f"{x - y:+.3f}" for x, y in zip(scored, constant, strict=True)]
-        name = {"c_adam": "C-Adam", "adam": "Adam"}[base]
-        assert f"on {name} {gaps[0]}, {gaps[1]} and {gaps[2]}" in words
+        assert [chosen(found[0], arm)[0] for arm in arms] == [19.2e-3] * 2
+        gaps = less(*(on_fresh_seeds(found, arm) for arm in arms))
+        says("on {} {:+.3f}, {:+.3f} and {:+.3f}".format(name, *gaps))
     for seed in (0, 1, 2):
         wide, half = found[seed]["adam+constant"], found[seed]["adam+constant@0.1386"]
         assert min(wide.values()) < min(half.values())
+
+
+def test_what_is_said_about_the_papers_mixture():
+    found = {seed: losses(seed, "nano_moe", 1500) for seed in range(4)}
+    scored, smooth = (on_fresh_seeds(found, arm) for arm in (SCORED, SMOOTH))
+    gains = less(smooth, scored)
+    assert max(gains) == max(smooth) - min(scored)
+    says(
+        "by {:.3f}, {:.3f} and {:.3f} on seeds 1 to 3".format(*gains),
+        f"{min(gains):.3f} to {max(gains):.3f} lower than the constant",
+    )
+    same = found[0]["muon+constant"][19.2e-3] - found[0][LOWEST][19.2e-3]
+    says(f"{same:.3f} below `muon+constant` at the same rate")

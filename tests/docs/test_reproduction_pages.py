@@ -19,13 +19,14 @@ from page_numbers import (
     rounds_to,
     runs,
     same,
+    three_seeds,
     verdict,
 )
 
 from magma_optax import mean_multiplier
 
 PAGE = Page("reproduction.md")
-SUMMARY = PAGE.rows("Reproduction", "where | Magma against its base | the constant", 9)
+SUMMARY = PAGE.rows("Reproduction", "where | Magma against its base | the constant", 10)
 CONTROLS = PAGE.rows("Rules", "control | written", 3)
 VERDICTS = PAGE.rows("Every table and figure", "in the paper | claim or number there", 16)
 SETTING = PAGE.rows("The Llama", " | ", 6)
@@ -35,7 +36,7 @@ QUESTIONS = PAGE.rows("What these runs say", "question | numbers", 7)
 DECAYS = PAGE.rows("RMSProp", "decay | RMSProp", 3)
 REPEATS = PAGE.rows("RMSProp", "arm, rate | first", 5)
 
-SHORT = runs("llama_40m", steps=1500)
+SHORT = three_seeds("llama_40m", steps=1500)
 LONG = runs("llama_60m", steps=3000)
 PAPER = {"adam": 30.79, "adam+magma": 29.09}  # perplexities of its 60M model, Table 1
 PAPERS_TABLE_1 = {  # logarithms of perplexities over the base's, or Adam's
@@ -66,7 +67,7 @@ NOT_RECORDED = {
 
 
 def test_every_table_is_checked():
-    elsewhere = {"Twice as long", "Four times as long again"}  # in the test of longer runs
+    elsewhere = {"Twice as long", "Four times as long again", "The gap against length"}
     assert {section for section, _ in PAGE.unread()} == elsewhere
     assert [words for words in NOT_RECORDED if words not in PAGE.prose] == []
 
@@ -76,14 +77,6 @@ def test_every_table_is_checked():
 
 
 def test_the_summary():
-    longest = {
-        (record["settings"]["arm"], record["settings"]["learning_rate"]): record
-        for record in runs("llama_60m", steps=12000)
-    }
-    adam, magma, constant = (
-        longest[run]["results"]["valid_loss"]
-        for run in (("adam", 2e-3), ("adam+magma", 4e-3), ("adam+constant", 8e-3))
-    )
     moe = runs("nano_moe", preset="paper")
     cells = {where: (ours, control) for where, ours, control, _ in SUMMARY}
     for where, found, base in (
@@ -102,9 +95,13 @@ def test_the_summary():
     assert all(-0.0105 < gap < 0 for gap in differences(LONG, "adam+magma", "adam"))
     same(control, [of_medians(LONG, "adam+constant", "adam")])
 
-    ours, control = cells.pop("the same, 786M tokens, one seed")
-    same(ours, [magma - adam])
-    same(control, [constant - adam])
+    for where, steps in (("393M", 6000), ("786M", 12000)):
+        ours, control = cells.pop(f"the same, {where} tokens, one seed")
+        found = runs("llama_60m", steps=steps)
+        arms = (("adam", 2e-3), ("adam+magma", 4e-3), ("adam+constant", 8e-3))
+        adam, magma, constant = (of_seed_0(found, *arm) for arm in arms)
+        same(ours, [magma - adam])
+        same(control, [constant - adam])
 
     ours, control = cells.pop("Nano MoE on Adam")
     assert ours == "level"
@@ -136,6 +133,7 @@ def test_the_constants_of_the_controls():
         f"multiplies attention and MLP updates by {CONSTANT}",
         f"updates of attention and MLP by about {CONSTANT} in the mean",
         f"have {CONSTANT} on every base",
+        "the runs of 49 M and 393 M tokens have it, and seed 3 of Muon+constant",
     )
     for decay, bases, beyond in ((0.9, "Adam, LaProp and RMSProp", 1), (0.95, "Muon", -1)):
         constant = mean_multiplier(decay)

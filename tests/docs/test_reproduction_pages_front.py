@@ -1,10 +1,10 @@
 """The table of losses on the front pages follows from the records."""
 
 import pytest
-from page_numbers import Page, best_losses, median, of_seed_0, runs, same
+from page_numbers import Page, best_losses, median, of_seed_0, runs, same, three_seeds
 
 HEAD = "case | base | with Magma | with the constant | advice"
-SHORT, LONG = runs("llama_40m", steps=1500), runs("llama_60m", steps=3000)
+SHORT, LONG = three_seeds("llama_40m", steps=1500), runs("llama_60m", steps=3000)
 LONGEST = runs("llama_60m", steps=12_000)
 MOE = runs("nano_moe", preset="paper")
 ROWS = [  # words of the case, records, base

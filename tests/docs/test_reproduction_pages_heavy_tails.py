@@ -229,7 +229,7 @@ def test_the_verdicts():
     halves = [second_half(TWELVE[arm]) for arm in ("magma", "adam")]
     same(words, [*halves, 7, 12, *(LIGHT[arm]["loss"][1] for arm in ("magma", "adam"))])
 
-    summary = Page("reproduction.md").rows("Reproduction", "where | Magma against its base", 9)
+    summary = Page("reproduction.md").rows("Reproduction", "where | Magma against its base", 10)
     title, ours, control, reading = summary[-1]
     assert title == "linear transformer, heavy tails" and control == "none"
     assert rounds_to(100 * (1 - shares[1]), numbers(ours)[0])

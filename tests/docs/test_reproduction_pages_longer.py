@@ -9,9 +9,12 @@ from page_numbers import (
     best_losses,
     check_arm,
     differences,
+    losses,
     median,
+    of_medians,
     runs,
     same,
+    three_seeds,
 )
 
 from examples.kit import records
@@ -23,13 +26,14 @@ LONGER = PAGE.rows("Twice as long", "arm | best rate", 5)
 LONGEST = PAGE.rows(
     "Four times as long again", "arm | rate | step 1200 | 3000 | 6000 | 9000 | 12,000", 6
 )
+LENGTHS = PAGE.rows("The gap against length", "arm | 49 M tokens", 4)
 
-SHORT = runs("llama_40m", steps=1500)
+SHORT = three_seeds("llama_40m", steps=1500)
 LONG = runs("llama_60m", steps=3000)
 
 
 def test_every_table_is_checked():
-    for section in ("Twice as long", "Four times as long again"):
+    for section in ("Twice as long", "Four times as long again", "The gap against length"):
         assert PAGE.unread(section) == []
 
 
@@ -135,13 +139,58 @@ def test_what_is_said_of_four_times_as_long_again():
     assert {*tuned.items(), ("adam+constant", 4e-3)} == {*found}
 
 
-def test_the_figure_of_lengths_has_these_runs():
-    """Gaps that it draws are those of the page's tables."""
-    found = [r for name in length.FILES for r in records.read(RESULTS / name)]
-    made = {(point.arm, point.tokens // 1_000_000): point for point in length.points(found)}
-    shown = {row[0]: row for row in LONGER}
-    for arm, name in (("adam+magma", "Adam+Magma"), ("adam+constant", "Adam+constant")):
-        same(shown[name][3], made[arm, 196].gaps)
-        same(shown[name][4], made[arm, 98].gaps)
-        assert made[arm, 196].interior and made[arm, 98].interior
-        assert not made[arm, 786].interior and len(made[arm, 786].gaps) == 1
+def lengths():
+    """What the figure shows, by arm and millions of tokens."""
+    found = [record for name in length.FILES for record in records.read(RESULTS / name)]
+    return {(point.arm, point.tokens // 1_000_000): point for point in length.points(found)}
+
+
+def test_the_gaps_by_length():
+    made = lengths()
+    for title, *cells in LENGTHS:
+        points = [made.pop((arm_of(title), tokens)) for tokens in (49, 98, 196, 393, 786)]
+        for cell, point in zip(cells, points, strict=True):
+            same(cell, point.gaps)
+        assert [point.interior for point in points] == [True] * 3 + [False] * 2
+    assert not made
+
+
+def test_what_is_said_of_the_gaps_by_length():
+    made, found = lengths(), runs("llama_40m", steps=750)
+    shortest = [losses(found, arm, made[arm, 49].rates[0]) for arm in length.ARMS]
+    shortest.append(best_losses(found, "adam"))
+    away = max(max(by_seed.values()) - min(by_seed.values()) for by_seed in shortest)
+    constant = [-made["adam+constant", tokens].gaps[0] for tokens in (393, 786)]
+    assert min(made["c_adam", 786].gaps[0], made["c_adam", 393].gaps[0]) > 0
+    PAGE.says(
+        f"ends {made['adam+magma', 393].gaps[0]:.3f} above Adam",
+        "{:.3f} at 393 M tokens, {:.3f} at 786 M, on one seed each".format(*constant),
+        f"gains {-max(made['c_adam', 49].gaps):.3f} or more in the shortest runs",
+        f"seeds of one arm differ by up to {away:.3f}",
+    )
+    magma, constant = (of_medians(SHORT, f"adam+{arm}", "adam") for arm in ("magma", "constant"))
+    Page("should_i_use_it.md").says(
+        f"Magma's from {-magma:.2f} at 98M tokens to nothing at 393M and 786M",
+        f"the constant's from {-constant:.2f} to {-made['adam+constant', 393].gaps[0]:.2f}",
+    )
+    assert min(made["adam+magma", tokens].gaps[0] for tokens in (393, 786)) > 0
+    for arm in length.ARMS:  # not searched again
+        assert made[arm, 393].rates == made[arm, 786].rates == made[arm, 196].rates
+
+
+def test_which_runs_have_the_closed_form_of_the_constant():
+    """They are those of the commits after the one that the page names."""
+    later = {"80892100133b8802ceb1b53596d4b17a24a4529c"}
+    plain = [
+        record["settings"]
+        for name in ("llama_40m.jsonl", "llama_60m.jsonl", "nano_moe.jsonl")
+        for record in records.read(RESULTS / name)
+        if record["provenance"]["commit"] in later
+        and "+constant" in record["settings"]["arm"]
+        and "@" not in record["settings"]["arm"]
+    ]
+    others = [s for s in plain if s.get("steps") not in (750, 6000)]
+    assert {(s["arm"], s["seed"]) for s in others if s["learning_rate"] == 16e-3} == {
+        ("muon+constant", 3)
+    }
+    assert len(others) == 2  # and one of seed 0 at a rate that no table shows

@@ -130,6 +130,11 @@ def runs(name, **settings):
     return found
 
 
+def three_seeds(name, **settings):
+    """The same from the seeds of the tables; a fourth serves the search beyond Magma alone."""
+    return [run for run in runs(name, **settings) if run["settings"]["seed"] < 3]
+
+
 def losses(found, arm, rate):
     """Validation losses of an arm at a rate, by seed; each seed ran once."""
     made = search.select(found, {"arm": arm, "learning_rate": rate})
