@@ -116,8 +116,9 @@ def with_magma(
     Raises:
       ValueError: a number out of its range or an unknown choice, here; leaves that do not match, in
         ``init`` and ``update``, with their path; ``inner`` is or holds an `optax.MultiSteps`, which
-        belongs around the wrapper; or, with ``sparse_state``, blocks within a leaf of which
-        ``inner`` keeps a state of another shape.
+        belongs around the wrapper; with ``sparse_state``, blocks within a leaf of which ``inner``
+        keeps a state of another shape; or, with ``lazy``, an ``inner`` whose directions cannot be
+        left out, with the leaf's path.
       TypeError: an argument of the wrong kind, here; a leaf that is no array, with its path.
 
     References:

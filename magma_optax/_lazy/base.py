@@ -21,7 +21,7 @@ from magma_optax._blocks.cutting import Cut
 from magma_optax._blocks.mesh import vary
 from magma_optax._blocks.paths import NamedTree
 from magma_optax._lazy.blocks import Blocks, Index, MixesError, blocks_of
-from magma_optax._lazy.doubled import trace_doubled
+from magma_optax._lazy.doubled import ShardedError, trace_doubled
 from magma_optax._lazy.program import Program, Values
 from magma_optax._lazy.split import split
 
@@ -93,32 +93,29 @@ class LazyUpdate:
         """
         self._program = program
         self._delta, self._state = program.shapes
-        paths = [path for path, _ in NamedTree(self._delta).pairs]
+        paths = _distinct([path for path, _ in NamedTree(self._delta).pairs])
         self._direction = dict(zip(paths, program.outputs[: len(paths)], strict=True))
         gradients, state, _ = (len(jax.tree.leaves(tree)) for tree in arguments)
         arrays = [*program.inputs[:gradients], *program.inputs[gradients + state :]]
         masked = [path for path in self._direction if path in cuts]
         self._always, self._alone = split(program, self._direction, masked, arrays)
+        _check_devices({path: cuts[path] for path in self._alone})
         self._cuts, self._arguments = cuts, arguments
-        self._blocks = self._find_blocks(update, init)
+        self._blocks = self._find_blocks(functools.partial(trace_doubled, update, init, arguments))
         self._values: Values = {}
 
-    def _find_blocks(
-        self, update: Callable[..., Any], init: Callable[[Any], Any]
-    ) -> dict[str, Blocks]:
+    def _find_blocks(self, trace: Callable[[dict[str, int]], Program]) -> dict[str, Blocks]:
         sizes = {path: blocks_of(self._cuts[path]) for path in self._alone}
         doubled = {}
         for number in sorted({number for of_leaf in sizes.values() for number in of_leaf}):
-            axes = {
-                p: self._cuts[p].axes[number] for p, of_leaf in sizes.items() if number in of_leaf
-            }
-            try:
-                doubled[number] = trace_doubled(update, init, self._arguments, axes)
-            except (TypeError, ValueError) as error:
-                raise ValueError(_NOT_BY_BLOCK.format(next(iter(axes)), error)) from error
-            if not self._program.steps_like(doubled[number]):
-                reason = "steps that depend on the number of blocks"
-                raise ValueError(_MIXES.format(next(iter(axes)), reason))
+            doubled[number] = self._with_more_blocks(
+                trace,
+                {
+                    p: self._cuts[p].axes[number]
+                    for p, of_leaf in sizes.items()
+                    if number in of_leaf
+                },
+            )
         found = {}
         for path, of_leaf in sizes.items():
             if not of_leaf:
@@ -126,10 +123,32 @@ class LazyUpdate:
             try:
                 programs = {number: doubled[number] for number in of_leaf}
                 found[path] = Blocks(self._program, programs, of_leaf)
-                found[path].check(self._alone[path])
+                found[path].check(self._alone[path], self._direction[path], self._cuts[path].axes)
             except MixesError as error:
                 raise ValueError(_MIXES.format(path, error)) from error
         return found
+
+    def _with_more_blocks(
+        self, trace: Callable[[dict[str, int]], Program], axes: dict[str, int]
+    ) -> Program:
+        """Trace the update for twice as many blocks along these axes of leaves, by path."""
+        path = next(iter(axes))
+        try:
+            program = trace(axes)
+        except ShardedError as error:
+            raise ValueError(_SHARDED.format(error)) from error
+        except Exception as error:  # Whatever a base raises for shapes that it does not expect.
+            said = f"{type(error).__name__}: {error}".rstrip(".")
+            refusal = ValueError(_NOT_BY_BLOCK.format(path, said))
+            refusal.__cause__ = error
+        else:
+            if self._program.steps_like(program):
+                return program
+            reason = "steps that depend on the number of blocks"
+            refusal = ValueError(_MIXES.format(path, reason))
+        for each, axis in axes.items() if len(axes) > 1 else ():  # Which leaf is it?
+            self._with_more_blocks(trace, {each: axis})
+        raise refusal
 
     def new_state(self) -> Any:
         """Compute all that does not wait for a coin."""
@@ -142,14 +161,15 @@ class LazyUpdate:
     def directions(self, m: Mapping[str, jax.Array]) -> NamedTree:
         """Compute the base's updates, but for the dropped blocks."""
 
-        def of(path: str, _: Any) -> jax.Array:
+        def of(path: str, value: int) -> jax.Array:
             if path in self._blocks:
                 return self._by_block(path, m[path])
             if path in self._alone:
                 return self._of_leaf(path, m[path])
-            return self._values[self._direction[path]]
+            return self._values[value]
 
-        return NamedTree(NamedTree(self._delta).map(of))
+        leaves = [of(path, value) for path, value in self._direction.items()]
+        return NamedTree(jax.tree.unflatten(jax.tree.structure(self._delta), leaves))
 
     def _of_leaf(self, path: str, m: jax.Array) -> jax.Array:
         value = self._direction[path]
@@ -166,7 +186,7 @@ class LazyUpdate:
         """
         blocks, cut, steps = self._blocks[path], self._cuts[path], self._alone[path]
         value = self._direction[path]
-        read = self._program.read_by(steps)
+        read = blocks.read_by(steps)
         large = math.prod(blocks.shape(value)) >= _ENOUGH
         sizes = [size for size in _BATCHES if size <= (1 if large else cut.size)]
         order = jnp.argsort(~m.ravel()).astype(np.int32)  # survivors first
@@ -174,6 +194,8 @@ class LazyUpdate:
         def compute(index: Sequence[Index]) -> jax.Array:
             parts = [{x: blocks.cut_out(x, self._values[x], i) for x in read} for i in index]
             given = jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
+            if not given:  # One direction for all blocks.
+                return jnp.stack([blocks.run(steps, {})[value]] * len(index))
             return jax.vmap(lambda given: blocks.run(steps, given)[value])(given)
 
         def add(size: int, done: Any, n: jax.Array, found: jax.Array) -> jax.Array:
@@ -195,6 +217,27 @@ class LazyUpdate:
         return found
 
 
+def _distinct(paths: Sequence[str]) -> list[str]:
+    """Tell leaves of one path apart: such leaves may be there as long as none is masked."""
+    first: dict[str, int] = {}
+    for n, path in enumerate(paths):
+        first.setdefault(path, n)
+    return [path if first[path] == n else f"{path} (leaf {n})" for n, path in enumerate(paths)]
+
+
+def _check_devices(cuts: Mapping[str, Cut]) -> None:
+    """Refuse a part of `shard_map`'s mesh that is not its own, where devices toss unlike coins.
+
+    There XLA may put a collective into a branch that not all devices take, and they would wait for
+    ever.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    others = [n for n in mesh.axis_names if n not in mesh.manual_axes and mesh.shape[n] > 1]
+    for path, cut in cuts.items():
+        if others and any(name in mesh.manual_axes for name in cut.axis_names):
+            raise ValueError(_PARTLY_MANUAL.format(path, ", ".join(map(repr, others))))
+
+
 def _unravel(n: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     index = []
     for size in reversed(shape):
@@ -211,7 +254,14 @@ def _zeros(kind: Any) -> jax.Array:
 
 
 _NOT_BY_BLOCK = (
-    "lazy: the base cannot be asked for the direction of one block of {!r}: {}. Use lazy=False"
+    "lazy: the base cannot be asked for the direction of one block of {!r}. For twice as many "
+    "blocks it raises {}. Use lazy=False"
+)
+_SHARDED = "lazy: one block cannot be left out alone: {}. Or use lazy=False"
+_PARTLY_MANUAL = (
+    "lazy: each device tosses its own coins for its own blocks of {!r} (axis_name), so devices "
+    "leave out different directions. Over mesh axes that shard_map leaves to JAX, here {}, they "
+    "could wait for each other without end: give shard_map all axes of the mesh, or use lazy=False"
 )
 _MIXES = (
     "lazy: the base's direction of {!r} mixes the blocks of the leaf, or is not known to keep them "

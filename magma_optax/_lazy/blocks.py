@@ -2,18 +2,26 @@
 
 An axis of blocks is found by doubling: the update is traced as it is, and once more for each of the
 leaf's axes of blocks, for parameters with twice as many blocks along it. In both traces the same
-steps make the same values, and what doubles in size indexes blocks.
+steps make the same values, and what doubles in size indexes blocks. Every step from what is cut to
+the direction must treat each index alike, and be one that is known to.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from magma_optax._blocks.cutting import Cut
-from magma_optax._lazy.primitives import ALONG, BY_SHAPE, ELEMENTWISE, OF_MATRICES
+from magma_optax._lazy.primitives import (
+    ALONG,
+    BY_SHAPE,
+    ELEMENTWISE,
+    OF_MATRICES,
+    SIZES,
+    WITH_DERIVATIVES,
+)
 from magma_optax._lazy.program import Program, Step, Values
 
 Index = Sequence[jax.Array]  # of a block along each of its leaf's axes of blocks
@@ -40,7 +48,8 @@ class Blocks:
         """Return, for each axis of a value, the axes of blocks that it holds, slowest first.
 
         Raises:
-          MixesError: the value holds some of them and not others, or in another order.
+          MixesError: the value holds some of them and not others, or in another order, or a part of
+            a block.
         """
         shape = self._whole.types[value].shape
         held: list[tuple[int, ...]] = [()] * len(shape)
@@ -54,6 +63,8 @@ class Blocks:
                 raise MixesError("shapes")
             if 2 in factors:
                 held[factors.index(2)] += (number,)
+        if any(size % self._number(axis) for size, axis in zip(shape, held, strict=True)):
+            raise MixesError("shapes")
         if [number for axis in held for number in axis] not in ([], sorted(self._doubled)):
             raise MixesError("shapes")
         return held
@@ -62,9 +73,12 @@ class Blocks:
         """Return the shape of one block's part of a value."""
         sizes = self._whole.types[value].shape
         return tuple(
-            size // math.prod(self._sizes[number] for number in numbers)
-            for size, numbers in zip(sizes, self.axes(value), strict=True)
+            size // self._number(axis) for size, axis in zip(sizes, self.axes(value), strict=True)
         )
+
+    def _number(self, axis: Iterable[int]) -> int:
+        """Return how many blocks an axis holds, by the axes of blocks in it."""
+        return math.prod(self._sizes[number] for number in axis)
 
     def holds(self, value: int) -> bool:
         """Whether a value has a part for each block."""
@@ -79,20 +93,46 @@ class Blocks:
                 x = jax.lax.dynamic_slice_in_dim(x, index[number] * size, size, axis)
         return x
 
-    def check(self, numbers: Collection[int]) -> None:
-        """Raise a MixesError if one of these steps mixes blocks, or reads what cannot be cut."""
-        for value in self._whole.read_by(numbers):
+    def read_by(self, numbers: Collection[int]) -> list[int]:
+        """Return what these steps read and do not make, but for constants that blocks share."""
+        known = self._whole.known
+        return [x for x in self._whole.read_by(numbers) if x not in known or self.holds(x)]
+
+    def check(self, numbers: Collection[int], direction: int, axes: Sequence[int]) -> None:
+        """Raise a MixesError unless one block's direction is made of its own parts alone.
+
+        Args:
+          numbers: the steps that make the direction.
+          direction: the value.
+          axes: those of the leaf that index blocks, by number.
+        """
+        for value in self.read_by(numbers):
             if any(len(held) > 1 for held in self.axes(value)):
                 raise MixesError("shapes")  # Two axes of blocks in one: their order does not show.
         self._check(numbers)
+        held = {number: axis for axis, of in enumerate(self.axes(direction)) for number in of}
+        if held != {number: axes[number] for number in self._sizes}:
+            raise MixesError("the order of its axes")
 
     def _check(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             step = self._whole.steps[number]
-            if not self._keeps_apart(step):
+            if not (self._keeps_apart(step) and self._is_alike(step)):
                 raise MixesError(step.name)
             for body in self._bodies(step):
+                if any(map(body.holds, body._whole.known)):
+                    raise MixesError(f"a constant inside {step.name}")
                 body._check(range(len(body._whole.steps)))
+
+    def _is_alike(self, step: Step) -> bool:
+        """Whether a step does the same for other numbers of blocks, sizes of results apart."""
+        if step.name in WITH_DERIVATIVES:  # Its body tells.
+            return True
+        others = [other.steps[step.number].eqn.params for other in self._doubled.values()]
+        return all(
+            name in SIZES or _is_body(value) or all(other[name] == value for other in others)
+            for name, value in step.eqn.params.items()
+        )
 
     def run(self, numbers: Iterable[int], values: Values) -> Values:
         """Compute these steps for one block, as `Program.run` does for all."""
@@ -106,6 +146,9 @@ class Blocks:
                 return step.bind(arguments, shape=self.shape(step.outputs[0]))
             case "reshape":
                 return step.bind(arguments, new_sizes=self.shape(step.outputs[0]))
+        if step.name in WITH_DERIVATIVES:
+            (body,) = self._bodies(step)
+            return _without_derivative(step.name, body._results)(*arguments)
         if step.bodies:  # of a loop or a branch
             return step.bind(arguments, **self._params_of_block(step))
         return step.bind(arguments)
@@ -125,13 +168,13 @@ class Blocks:
     def _trace(self) -> ClosedJaxpr:
         program = self._whole
         types = [program.types[x].update(shape=self.shape(x)) for x in program.inputs]
+        return jax.make_jaxpr(self._results)(*types)
 
-        def body(*arguments: Any) -> list[Any]:
-            given = program.known | dict(zip(program.inputs, arguments, strict=True))
-            values = given | self.run(range(len(program.steps)), given)
-            return [values[value] for value in program.outputs]
-
-        return jax.make_jaxpr(body)(*types)
+    def _results(self, *arguments: Any) -> list[Any]:
+        program = self._whole
+        given = program.known | dict(zip(program.inputs, arguments, strict=True))
+        values = given | self.run(range(len(program.steps)), given)
+        return [values[value] for value in program.outputs]
 
     def _bodies(self, step: Step) -> list["Blocks"]:
         def doubled(n: int) -> dict[int, Program]:
@@ -143,11 +186,8 @@ class Blocks:
         inputs = [axes for axes in map(self.axes, step.inputs) if any(axes)]
         outputs = [any(axes) for axes in map(self.axes, step.outputs)]
         name, params = step.name, step.eqn.params
-        if name == "scan":  # A scan over blocks would show here.
-            lengths = {p.steps[step.number].eqn.params["length"] for p in self._doubled.values()}
-            return lengths == {params["length"]}
-        if name in ("while", "cond"):
-            return True
+        if name in ("scan", "while", "cond") or name in WITH_DERIVATIVES:
+            return True  # Their bodies tell; a scan over blocks is of another length for more.
         if not inputs:  # Made of what all blocks share: the same for each, or made for all at once.
             return name == "broadcast_in_dim" or not any(outputs)
         if not all(outputs):
@@ -167,9 +207,15 @@ class Blocks:
         before, after = step.inputs[0], step.outputs[0]
         shapes = [self._whole.types[value].shape for value in (before, after)]
         return all(
-            self._blocks_come_first(before, first) and self._blocks_come_first(after, second)
+            self._held(before, first) == self._held(after, second)
+            and self._blocks_come_first(before, first)
+            and self._blocks_come_first(after, second)
             for first, second in _groups(*shapes)
         )
+
+    def _held(self, value: int, group: range) -> list[int]:
+        axes = self.axes(value)
+        return [number for axis in group for number in axes[axis]]
 
     def _blocks_come_first(self, value: int, group: range) -> bool:
         whole, axes, one = self._whole.types[value].shape, self.axes(value), self.shape(value)
@@ -193,6 +239,26 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ra
                 right, j = right * after[j], j + 1
         groups.append((range(start, i), range(first, j)))
     return groups
+
+
+def _is_body(value: Any) -> bool:
+    return isinstance(value, ClosedJaxpr | Jaxpr) or (
+        isinstance(value, tuple) and any(map(_is_body, value))
+    )
+
+
+def _without_derivative(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that says so where it is differentiated."""
+    function = jax.custom_jvp(function)
+
+    @function.defjvp
+    def _(*_: Any) -> Any:
+        raise ValueError(
+            "lazy: the direction of a leaf of several blocks cannot be differentiated, as it calls "
+            f"a function with a derivative of its own ({name}): differentiate with lazy=False"
+        )
+
+    return function
 
 
 def blocks_of(cut: Cut) -> dict[int, int]:

@@ -10,6 +10,10 @@ from magma_optax._blocks.paths import NamedTree
 from magma_optax._lazy.program import Program
 
 
+class ShardedError(ValueError):
+    """A mesh shards an axis that indexes blocks."""
+
+
 def trace_doubled(
     update: Callable[..., Any],
     init: Callable[[Any], Any],
@@ -25,7 +29,8 @@ def trace_doubled(
       axes: by path, the axis of a leaf that is to be twice as long.
 
     Raises:
-      ValueError: a mesh shards such an axis, or the base refuses such parameters.
+      ShardedError: a mesh shards such an axis.
+      Exception: whatever the base raises for such parameters.
     """
     gradients, state, params = arguments
 
@@ -46,15 +51,12 @@ def trace_doubled(
 
 
 def _of_shape(path: str, x: Any, shape: Any) -> Any:
-    """Return the type that ``x`` has, with axes doubled where ``shape`` says so."""
-    spec = jax.typeof(x).sharding.spec
-    for axis, (size, wanted) in enumerate(zip(jnp.shape(x), shape, strict=True)):
-        if wanted == size:
-            continue
-        if spec[axis] is not None:
-            raise ValueError(
-                f"mesh axis {spec[axis]!r} shards the axis of {path!r} that indexes blocks. Inside "
-                "shard_map use stacked(axis, axis_name=...), so that each device has its own"
+    """Return the type that ``x`` has, but of this shape."""
+    kind = jax.typeof(x)
+    for axis, (size, wanted) in enumerate(zip(kind.shape, shape, strict=True)):
+        if wanted != size and kind.sharding.spec[axis] is not None:
+            raise ShardedError(
+                f"mesh axis {kind.sharding.spec[axis]!r} shards the axis of {path!r} that indexes "
+                "blocks. Inside shard_map use stacked(axis, axis_name=...): each device has its own"
             )
-        x = jax.eval_shape(lambda x, axis=axis: jnp.concatenate([x, x], axis), x)
-    return x
+    return kind.update(shape=tuple(shape))

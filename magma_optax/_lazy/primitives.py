@@ -32,9 +32,19 @@ OF_MATRICES = frozenset(
     "cholesky eigh geqrf householder_product lu qr svd triangular_solve".split()
 )
 # Calls of a function that add nothing to what it computes.
-CALLS = frozenset("checkpoint closed_call custom_jvp_call custom_vjp_call jit pjit remat2".split())
+CALLS = frozenset("checkpoint closed_call jit pjit remat2".split())
+# Calls of a function whose derivative is not that of its body.
+WITH_DERIVATIVES = frozenset("custom_jvp_call custom_vjp_call".split())
+# In these the devices of `shard_map` wait for each other. Most have effects as well.
+COLLECTIVES = frozenset(
+    "all_gather all_gather_invariant all_gather_reduced all_to_all pgather pmax pmin ppermute "
+    "psum psum_invariant ragged_all_to_all reduce_scatter unreduced_psum "
+    "unreduced_reduce_scatter".split()
+)
+# Parameters that say how large a result is: whether they fit shows in the shapes.
+SIZES = frozenset({"new_sizes", "shape"})
 
 # A direction of nothing but these costs less than a branch around it.
 CHEAP = (ELEMENTWISE | BY_SHAPE | {"iota", "reshape"}) - {"dot_general"}
-# A direction of nothing but these is what it is made of, times a number.
+# With one array and numbers, these are that array times a number.
 SCALING = frozenset("broadcast_in_dim convert_element_type copy copy_p div mul neg reshape".split())

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from magma_optax._lazy.primitives import CALLS
+from magma_optax._lazy.primitives import CALLS, COLLECTIVES, WITH_DERIVATIVES
 
 Values = dict[int, Any]
 
@@ -32,6 +32,23 @@ class Step(NamedTuple):
     def name(self) -> str:
         """The primitive's."""
         return self.eqn.primitive.name
+
+    @property
+    def names(self) -> set[str]:
+        """The primitives' names, of a call with derivatives of its own those of its body."""
+        if self.name not in WITH_DERIVATIVES:
+            return {self.name}
+        return {name for body in self.bodies for step in body.steps for name in step.names}
+
+    @property
+    def runs_always(self) -> bool:
+        """Whether no device may leave it out: it has effects, or devices wait for each other."""
+        inside = () if self.name == "shard_map" else self.bodies  # All devices are in that.
+        return (
+            bool(self.eqn.effects)
+            or self.name in COLLECTIVES
+            or any(step.runs_always for body in inside for step in body.steps)
+        )
 
     def bind(self, arguments: Sequence[Any], **params: Any) -> Sequence[Any]:
         """Compute it, with other parameters where ``params`` says so."""
@@ -110,6 +127,10 @@ class Program:
             for a, b in zip(self.steps, other.steps, strict=True)
         )
 
+    def maker(self, value: int) -> Step | None:
+        """Return the step that makes a value; None for inputs and constants."""
+        return self.steps[self._maker[value]] if value in self._maker else None
+
     def needed(self, values: Iterable[int], given: Collection[int] = ()) -> set[int]:
         """Return the numbers of the steps that ``values`` come from, but for steps ``given``."""
         found: set[int] = set()
@@ -130,9 +151,9 @@ class Program:
         return found
 
     def read_by(self, numbers: Collection[int]) -> set[int]:
-        """Return the values that these steps read and do not make themselves."""
+        """Return the values that these steps read and do not make themselves, constants too."""
         made = {value for n in numbers for value in self.steps[n].outputs}
-        return {value for n in numbers for value in self.steps[n].inputs} - made - set(self.known)
+        return {value for n in numbers for value in self.steps[n].inputs} - made
 
     def run(
         self,

@@ -12,7 +12,7 @@ class Split(NamedTuple):
 
     Attributes:
       always: what is computed whatever the coins say: the new state, the directions of leaves that
-        are not masked, and those that cost less than a branch.
+        are not masked, those that cost less than a branch, and what devices do together.
       alone: by path, what serves the direction of one masked leaf and nothing else.
     """
 
@@ -36,9 +36,9 @@ def split(
         numbers.
     """
     state = program.outputs[len(directions) :]
-    effects = [n for n, step in enumerate(program.steps) if step.eqn.effects]
-    of_effects = [value for n in effects for value in program.steps[n].inputs]
-    always = {*effects, *program.needed([*state, *of_effects])}
+    fixed = [n for n, step in enumerate(program.steps) if step.runs_always]
+    of_fixed = [value for n in fixed for value in program.steps[n].inputs]
+    always = {*fixed, *program.needed([*state, *of_fixed])}
     beyond = {path: program.needed([value], given=always) for path, value in directions.items()}
     owners: dict[int, str] = {}
     shared: set[int] = set()
@@ -54,14 +54,28 @@ def split(
     always |= shared
     alone = {path: beyond[path] - shared for path in masked}
 
-    def names(path: str) -> set[str]:
-        return {program.steps[number].name for number in alone[path]}
-
-    if masked and all(names(path) <= SCALING for path in masked):
+    if masked and all(_scales(program, number) for path in masked for number in alone[path]):
         raise ValueError(_NOTHING_LEFT.format(masked[0]))
-    alone = {path: numbers for path, numbers in alone.items() if not names(path) <= CHEAP}
+
+    def is_cheap(numbers: set[int]) -> bool:
+        return all(program.steps[number].names <= CHEAP for number in numbers)
+
+    alone = {path: numbers for path, numbers in alone.items() if not is_cheap(numbers)}
     rest = [numbers for path, numbers in beyond.items() if path not in alone]
     return Split(always.union(*rest), alone)
+
+
+def _scales(program: Program, number: int) -> bool:
+    """Whether a step multiplies or divides an array by a number, or copies it."""
+
+    def is_number(value: int) -> bool:
+        maker = program.maker(value)
+        return program.types[value].shape == () or (
+            maker is not None and maker.name == "broadcast_in_dim" and is_number(maker.inputs[0])
+        )
+
+    step = program.steps[number]
+    return step.name in SCALING and [*map(is_number, step.inputs)].count(False) <= 1
 
 
 _MIXES = (

@@ -36,6 +36,20 @@ def lazy(base, **kwargs):
     return with_magma(base, lazy=True, **kwargs)
 
 
+def in_a_part_of_the_mesh():
+    tx = lazy(costly(lambda x: x @ x.mT @ x), blocks=stacked(0, axis_name="expert"))
+    mesh = jax.make_mesh(
+        (2, 2), ("expert", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    spec = {"w": P("expert")}
+    jax.jit(
+        jax.shard_map(
+            lambda grads: tx.update(grads, tx.init(grads))[0],
+            mesh=mesh, in_specs=(spec,), out_specs=spec, axis_names={"expert"},
+        )
+    ).lower({"w": jnp.ones((4, 2, 3))})  # fmt: skip
+
+
 TRIGGERS = {
     "with_magma wraps an optimizer": lambda: with_magma(optax.adam),
     "survival_prob must be a number": lambda: magma(optax.adam(1e-3)),
@@ -65,6 +79,10 @@ TRIGGERS = {
     "lazy: the base's direction of": lambda: lazy(
         costly(lambda x: x @ x / jnp.sum(x)), blocks=stacked(0)
     ).init({"layers": jnp.ones((3, 4, 4))}),
+    "lazy: the base cannot be asked": lambda: lazy(
+        costly(lambda x: jnp.ones((3, 1, 1)) * (x @ x)), blocks=stacked(0)
+    ).init({"layers": jnp.ones((3, 4, 4))}),
+    "lazy: each device tosses": in_a_part_of_the_mesh,
     "lazy: the base's new state": lambda: lazy(optax.sgd(1e-2)).init(W),
     "`grad` differs": lambda: update(magma(), grad={"v": W["w"]}),
     "'w': devices along": in_shard_map,

@@ -9,22 +9,12 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from costly import costly, products
+from costly import C, assert_same, costly, normal, products, steps, unchanged, whiten
 
 from magma_optax import skip_update, stacked, with_magma, with_skip_update
 from magma_optax._blocks.paths import NamedTree
 from magma_optax._lazy.base import update_lazily
 from magma_optax._step.options import Options
-
-
-def normal(shapes, seed):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-
 
 SEPARATE = {"layers": [{"up": (8, 6), "down": (6, 8), "scale": (8,)} for _ in range(2)]}
 WEIGHT = {"w": (5, 8, 6)}
@@ -53,17 +43,6 @@ def muon(learning_rate=1e-2, **kwargs):
     )
 
 
-def whiten(x):
-    """(X X^T)^(-1/2) X, by an eigendecomposition, as Shampoo's directions are."""
-    gram = (
-        x @ jnp.swapaxes(x, -1, -2)
-        + 0.1 * jnp.eye(x.shape[-2], dtype=x.dtype)[(None,) * (x.ndim - 2)]
-    )
-    values, vectors = jnp.linalg.eigh(gram)
-    root = (vectors / jnp.sqrt(values)[..., None, :]) @ jnp.swapaxes(vectors, -1, -2)
-    return root @ x
-
-
 def cubed(x):
     """X X^T X of matrices; of vectors themselves."""
     return x @ jnp.swapaxes(x, -1, -2) @ x if x.ndim > 1 else x
@@ -78,21 +57,6 @@ BASES = {
     ),
 }
 LAYOUTS = {"separate": (SEPARATE, "leaf"), "stacked": (STACKED, stacked(0))}
-
-
-def steps(tx, params, grads, donate=False):
-    """Updates and states of a few jitted steps."""
-    step = jax.jit(tx.update, donate_argnums=1 if donate else ())
-    state, seen = tx.init(params), []
-    for g in grads:
-        updates, state = step(g, state, params)
-        seen.append(jax.device_get((updates, state)))
-    return seen
-
-
-def assert_same(one, other, atol=1e-5):
-    chex.assert_trees_all_close(one, other, rtol=1e-4, atol=atol)
-    chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +151,49 @@ def test_reverse_mode_needs_separate_layers_or_lazy_false():
     np.testing.assert_allclose(gradient("separate", True), gradient("separate", False), 1e-5)
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         gradient("stacked", lazy=True)
+
+
+def test_derivatives_of_a_direction_s_own_stay():
+    params = normal({"w": (6, 8)}, 0)
+
+    def gradient(lazy, blocks="leaf", derivative=jax.grad, direction=unchanged):
+        tx = with_magma(costly(direction), survival_prob=1.0, blocks=blocks, lazy=lazy)
+        shape = (5, 6, 8) if blocks != "leaf" else (6, 8)
+        grads = {"w": jnp.broadcast_to(params["w"], shape)}
+        state = tx.init(grads)
+
+        @jax.jit
+        @derivative
+        def of(scale):
+            updates, _ = tx.update({"w": scale * grads["w"]}, state, grads)
+            return jnp.sum(updates["w"])
+
+        return of(1.5)
+
+    np.testing.assert_allclose(gradient(True), gradient(False), rtol=1e-5)
+    assert abs(gradient(True) - gradient(True, direction=lambda x: x @ C)) > 0.1
+    for derivative in (jax.grad, jax.jacfwd):
+        with pytest.raises(
+            ValueError, match=r"derivative of its own \(custom_vjp_call\): diff.*lazy=False"
+        ):
+            gradient(True, stacked(0), derivative)
+
+
+def test_leaves_of_one_path_that_are_not_masked_are_told_apart():
+    square = jnp.eye(3)
+    for params in (
+        {"w": jnp.eye(3, 2), "z": {"b": square}, "z/b": 2 * square},
+        {"a/b": square, "a": {"b": 2 * square}, "w": jnp.eye(3, 2)},
+    ):
+        found = [
+            steps(
+                with_magma(muon(), where=lambda path, leaf: path == "w", lazy=lazy),
+                params,
+                [params],
+            )
+            for lazy in (True, False)
+        ]
+        assert_same(*found)
 
 
 def test_what_is_not_masked_is_always_computed():
@@ -310,117 +317,7 @@ def test_extra_arguments_reach_the_base():
 
 
 # -------------------------------------------------------------------------------------------
-# What of a direction keeps the blocks of a leaf apart.
-
-
-@jax.custom_vjp
-def unchanged(x):
-    return x @ C
-
-
-unchanged.defvjp(lambda x: (x @ C, None), lambda _, g: (g,))
-C = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
-C48 = jnp.asarray(np.random.default_rng(1).normal(size=(48, 48)), jnp.float32)
-
-
-def swap(x):
-    return jnp.swapaxes(x, -1, -2)
-
-
-def three_times(x):
-    return jax.lax.fori_loop(0, 3, lambda _, x: x @ C / 4, x)
-
-
-def while_small(x):
-    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ C / 4), (0, x))[1]
-
-
-def summed(x):
-    return jax.lax.scan(lambda total, c: (total + x * c, None), jnp.zeros_like(x), C[0])[0] @ C
-
-
-APART = {
-    "a product": lambda x: x @ C,
-    "products of a block with itself": lambda x: x @ swap(x) @ x,
-    "a softmax within": lambda x: jax.nn.softmax(x, -1) @ C,
-    "a block's norm": lambda x: x / jnp.linalg.norm(x, axis=(1, 2), keepdims=True) @ C,
-    "vmap": jax.vmap(lambda x: x @ x.T @ x),
-    "rows of all blocks together": lambda x: (x.reshape(-1, 8) @ C).reshape(x.shape),
-    "blocks as vectors": lambda x: (x.reshape(-1, 48) @ C48).reshape(-1, 6, 8),
-    "a loop": three_times,
-    "a loop of unknown length": while_small,
-    "a sum in a loop": summed,
-    "a branch": lambda x: jax.lax.cond(C.sum() > 0, lambda: x @ C, lambda: x),
-    "a running sum within": lambda x: jnp.cumsum(x, 1) @ C,
-    "sorted within": lambda x: jnp.sort(x, -1) @ C,
-    "eigenvectors": whiten,
-    "qr": lambda x: jnp.linalg.qr(swap(x))[0] @ jnp.ones((6, 6)) @ x,
-    "calls": lambda x: jax.jit(jax.checkpoint(lambda x: jax.nn.relu(x @ C)))(x),
-    "a call with a derivative of its own": unchanged,
-    "blocks along another axis": lambda x: jnp.moveaxis(jnp.moveaxis(x, 0, 1) @ C, 1, 0),
-    "the number of blocks": lambda x: x / x.shape[0] @ C,
-}
-MIXED = {
-    "the leaf's norm": lambda x: x / jnp.linalg.norm(x) @ C,
-    "a softmax over blocks": lambda x: jax.nn.softmax(x, 0) @ C,
-    "a running sum over blocks": lambda x: jnp.cumsum(x, 0) @ C,
-    "sorted over blocks": lambda x: jnp.sort(x, 0) @ C,
-    "turned round": lambda x: jnp.flip(x, 0) @ C,
-    "products between blocks": lambda x: jnp.einsum("lij,mij,mkn->lkn", x, x, x),
-    "a scan over blocks": lambda x: jax.lax.scan(lambda c, a: (c + a, c @ C), 0 * x[0], x)[1],
-    "another order of elements": lambda x: jnp.swapaxes(x, 0, 1).reshape(x.shape) @ C,
-    "rolled": lambda x: jnp.roll(x, 1, 0) @ C,
-    "the block's index": lambda x: x * jnp.arange(1.0, len(x) + 1)[:, None, None] @ C,
-    "an array with a row per block": lambda x: x * jnp.ones((4, 1, 1)).at[0].set(2) @ C,
-    "a loop until all are small": lambda x: jax.lax.while_loop(
-        lambda x: jnp.abs(x).max() > 1, lambda x: x @ C / 9, x
-    ),
-    "a choice by the number of blocks": lambda x: x @ C if len(x) < 6 else x @ C @ C,
-}
-
-
-@pytest.mark.parametrize("name", APART)
-def test_a_direction_that_keeps_blocks_apart(name):
-    params, grads = normal({"w": (4, 6, 8)}, 0), [normal({"w": (4, 6, 8)}, 1)]
-    options = {"blocks": stacked(0), "key": 1}
-    lazy = with_magma(costly(APART[name]), lazy=True, **options)
-    found = steps(lazy, params, grads)
-    assert_same(found, steps(with_magma(costly(APART[name]), **options), params, grads))
-    dropped = np.all(found[0][0]["w"] == 0, axis=(1, 2))
-    assert 0 < dropped.sum() < 4, "coins of one kind test little"
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_a_direction_that_mixes_blocks_is_refused(name):
-    params = normal({"w": (4, 6, 8)}, 0)
-    with pytest.raises(ValueError, match=r"lazy: .*'w'.*lazy=False"):
-        with_magma(costly(MIXED[name]), lazy=True, blocks=stacked(0)).init(params)
-    with_magma(costly(MIXED[name]), lazy=True).init(params)  # The leaf as one block is fine.
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 2, 4, 4), (3, 1, 4, 5)])
-@pytest.mark.parametrize(
-    "direction",
-    [
-        lambda x: x @ swap(x) @ x,
-        lambda x: jax.vmap(lambda a: a @ a.T @ a)(x.reshape(-1, *x.shape[2:])).reshape(x.shape),
-    ],
-)
-def test_two_axes_of_blocks(shape, direction):
-    params, grads = normal({"w": shape}, 0), [normal({"w": shape}, 1)]
-    options = {"blocks": stacked((0, 1)), "key": 2}
-    found = steps(with_magma(costly(direction), lazy=True, **options), params, grads)
-    assert_same(found, steps(with_magma(costly(direction), **options), params, grads))
-
-
-def test_two_axes_of_blocks_in_another_order_are_refused():
-    def direction(x):
-        swapped = jnp.swapaxes(x, 0, 1)
-        return (swapped.reshape(-1, *x.shape[2:]) @ C[:5, :5]).reshape(x.shape)
-
-    params = normal({"w": (2, 2, 4, 5)}, 0)
-    with pytest.raises(ValueError, match="mixes the blocks"):
-        with_magma(costly(direction), lazy=True, blocks=stacked((0, 1))).init(params)
+# Bases that are not separable.
 
 
 def test_blocks_within_a_matrix_are_refused():
@@ -428,10 +325,6 @@ def test_blocks_within_a_matrix_are_refused():
     for blocks in ("row", "column", "element"):
         with pytest.raises(ValueError, match="'layers/0/"):
             with_magma(muon(), where=matrices, blocks=blocks, lazy=True).init(params)
-
-
-# -------------------------------------------------------------------------------------------
-# Bases that are not separable.
 
 
 @pytest.mark.parametrize(
@@ -447,6 +340,12 @@ def test_blocks_within_a_matrix_are_refused():
 def test_bases_that_are_not_separable_are_refused_by_leaf(wrapper, base, message):
     with pytest.raises(ValueError, match=message):
         wrapper(base(), where=matrices).init(normal(SEPARATE, 0))
+
+
+def test_a_quotient_of_arrays_is_a_direction():
+    """AdaMax divides: its direction is not its state times a number, though it costs nothing."""
+    tx = with_skip_update(optax.adamax(1e-2), where=matrices)
+    tx.init(normal(SEPARATE, 0))
 
 
 def test_a_sum_over_all_blocks_of_a_leaf_is_refused():

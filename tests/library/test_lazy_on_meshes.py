@@ -159,6 +159,61 @@ def test_in_shard_map_each_device_has_experts_of_its_own(check_vma):
     assert len({tuple(row) for row in dropped}) > 1, "all devices tossed the same coins"
 
 
+def exchanged(x):
+    """A direction of which the devices along "tensor" swap parts, in a loop as well."""
+    pairs = [(0, 1), (1, 0)]
+
+    def swapped(_, x):
+        return x + jax.lax.ppermute(x @ jnp.ones((2, 2)), "tensor", pairs)
+
+    return jax.lax.fori_loop(0, 2, swapped, swapped(0, x)) @ jnp.ones((2, 2))
+
+
+@pytest.mark.parametrize("experts", [4, 8])
+def test_devices_do_not_wait_for_those_that_drop_a_direction(experts):
+    mesh = make_mesh("Auto", (4, 2), ("expert", "tensor"))
+    params = {"w": np.random.default_rng(0).normal(size=(experts, 3, 4)).astype(np.float32)}
+    specs = {"w": P("expert", None, "tensor")}
+
+    def updates(lazy):
+        tx = with_skip_update(
+            costly(exchanged), blocks=stacked(0, axis_name="expert"), key=3, lazy=lazy
+        )
+
+        def step(params):
+            return tx.update(params, tx.init(params), params)[0]
+
+        sharded = jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs)
+        return np.asarray(jax.jit(sharded)(params)["w"])
+
+    np.testing.assert_allclose(updates(True), updates(False), rtol=1e-5)
+    dropped = np.all(updates(False) == 0, axis=(1, 2))
+    assert 0 < dropped.sum() < experts
+
+
+def test_shard_map_over_a_part_of_the_mesh():
+    """Where devices toss alike it works; where each has experts of its own it is refused."""
+    mesh = make_mesh("Auto", (4, 2), ("expert", "tensor"))
+    params = {"w": np.random.default_rng(0).normal(size=(8, 3, 4)).astype(np.float32)}
+
+    def updates(lazy, spec, **options):
+        tx = with_skip_update(costly(plain), blocks=stacked(0, **options), lazy=lazy)
+
+        def step(params):
+            return tx.update(params, tx.init(params), params)[0]
+
+        part = jax.shard_map(
+            step, mesh=mesh, in_specs=({"w": spec},), out_specs={"w": spec}, axis_names={"expert"}
+        )
+        return np.asarray(jax.jit(part)(params)["w"])
+
+    within = P(None, None, "expert")
+    np.testing.assert_allclose(updates(True, within), updates(False, within), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"blocks of 'w'.*leaves to JAX, here 'tensor'"):
+        updates(True, P("expert"), axis_name="expert")
+    assert updates(False, P("expert"), axis_name="expert").any()
+
+
 def test_under_pmap_all_replicas_stay_alike():
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(5, 3, 4)), jnp.float32)}
