@@ -111,6 +111,14 @@ def is_below(path: str, parents: Collection[str]) -> bool:
     return any(path == parent or not parent or path.startswith(f"{parent}/") for parent in parents)
 
 
+def distinct(paths: Sequence[str]) -> list[str]:
+    """Tell leaves of one path apart: such leaves may be there as long as none is masked."""
+    first: dict[str, int] = {}
+    for n, path in enumerate(paths):
+        first.setdefault(path, n)
+    return [path if first[path] == n else f"{path} (leaf {n})" for n, path in enumerate(paths)]
+
+
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``{"a/b": x}`` as ``{"a": {"b": x}}``, in which every leaf has the same path.
 

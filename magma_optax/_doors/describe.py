@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from magma_optax._blocks.choosing import Where, candidate_leaves
 from magma_optax._blocks.cutting import Granularity
-from magma_optax._blocks.paths import NamedTree
+from magma_optax._blocks.paths import NamedTree, distinct
 from magma_optax._step.options import Options
 
 _LAYER = re.compile(r"(?<![^/_])\d+(?![^/])")  # The 3 of "layers/3" and of "blocks_3".
@@ -82,7 +82,11 @@ def describe_masking(
     return Masking(
         masked={path: candidates[path].shape for path in cuts},
         blocks={path: cut.size for path, cut in cuts.items()},
-        left_out={path: jnp.shape(x) for path, x in named.pairs if path not in cuts},
+        left_out={
+            path: jnp.shape(x)
+            for path, (_, x) in zip(distinct([p for p, _ in named.pairs]), named.pairs, strict=True)
+            if path not in cuts
+        },
     )
 
 

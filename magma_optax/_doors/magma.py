@@ -84,7 +84,8 @@ def magma(
         mu about its EMA. The wrong choice is worthless.
       b1: decay of the EMA of gradients, mu, in [0, 1): the base's own.
       momentum_dtype: dtype of the EMA of gradients; None for the parameter's, which is too coarse
-        for an average where parameters are float8.
+        for an average where parameters are float8, and too narrow in float16 for gradients below
+        1e-7 or above 6e4.
       axis_name: mesh axis or axes that shard the parameters inside ``shard_map``: inner products
         are summed over them. Not needed with ``jit`` and ``NamedSharding``, nor with ``pmap``.
       damping: whether s_t is multiplied in.

@@ -40,7 +40,7 @@ def summarize(opt_state: Any) -> dict[str, jax.Array]:
       UserWarning: there are no scores, or `optax.MultiSteps` stands before Magma in one chain.
     """
     states = _find(MagmaState, opt_state)
-    scores = [score for state in states for score in jax.tree.leaves(state.alignment)]
+    scores = [x for s in states if not _is_empty(s) for x in jax.tree.leaves(s.alignment)]
     if not scores:
         warn(f"summarize found no scores: {_why_no_scores(states)}")
         return {}
@@ -64,13 +64,18 @@ def _find(kind: type, tree: Any) -> list[Any]:
     return [node for node in nodes if isinstance(node, kind)]
 
 
+def _is_empty(state: MagmaState) -> bool:
+    """Whether there were no parameters, as in an empty group of `partition`; see `init_state`."""
+    return hasattr(state.alignment, "dtype")
+
+
 def _why_no_scores(states: list[MagmaState]) -> str:
     if not states:
         return (
             "the state holds no MagmaState. Pass the optimizer's state as init or update returned "
             "it; one restored without a target has dicts and lists instead"
         )
-    if all(state.momentum is None for state in states):
+    if all(state.momentum is None and not _is_empty(state) for state in states):
         return "skip_update keeps none, as it never looks at the gradient"
     return "no leaf carries a block"
 

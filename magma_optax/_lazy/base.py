@@ -19,7 +19,7 @@ import optax
 
 from magma_optax._blocks.cutting import Cut
 from magma_optax._blocks.mesh import vary
-from magma_optax._blocks.paths import NamedTree
+from magma_optax._blocks.paths import NamedTree, distinct
 from magma_optax._lazy.blocks import Blocks, Index, MixesError, blocks_of
 from magma_optax._lazy.doubled import ShardedError, trace_doubled
 from magma_optax._lazy.program import Program, Values
@@ -93,7 +93,7 @@ class LazyUpdate:
         """
         self._program = program
         self._delta, self._state = program.shapes
-        paths = _distinct([path for path, _ in NamedTree(self._delta).pairs])
+        paths = distinct([path for path, _ in NamedTree(self._delta).pairs])
         self._direction = dict(zip(paths, program.outputs[: len(paths)], strict=True))
         gradients, state, _ = (len(jax.tree.leaves(tree)) for tree in arguments)
         arrays = [*program.inputs[:gradients], *program.inputs[gradients + state :]]
@@ -138,7 +138,7 @@ class LazyUpdate:
         except ShardedError as error:
             raise ValueError(_SHARDED.format(error)) from error
         except Exception as error:  # Whatever a base raises for shapes that it does not expect.
-            said = f"{type(error).__name__}: {error}".rstrip(".")
+            said = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
             refusal = ValueError(_NOT_BY_BLOCK.format(path, said))
             refusal.__cause__ = error
         else:
@@ -186,17 +186,17 @@ class LazyUpdate:
         """
         blocks, cut, steps = self._blocks[path], self._cuts[path], self._alone[path]
         value = self._direction[path]
-        read = blocks.read_by(steps)
+        read, shared = blocks.read_by(steps), self._values
         large = math.prod(blocks.shape(value)) >= _ENOUGH
         sizes = [size for size in _BATCHES if size <= (1 if large else cut.size)]
         order = jnp.argsort(~m.ravel()).astype(np.int32)  # survivors first
 
         def compute(index: Sequence[Index]) -> jax.Array:
-            parts = [{x: blocks.cut_out(x, self._values[x], i) for x in read} for i in index]
+            if not read:  # One direction for all blocks.
+                return jnp.stack([blocks.run(steps, shared)[value]] * len(index))
+            parts = [{x: blocks.cut_out(x, shared[x], i) for x in read} for i in index]
             given = jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
-            if not given:  # One direction for all blocks.
-                return jnp.stack([blocks.run(steps, {})[value]] * len(index))
-            return jax.vmap(lambda given: blocks.run(steps, given)[value])(given)
+            return jax.vmap(lambda given: blocks.run(steps, shared | given)[value])(given)
 
         def add(size: int, done: Any, n: jax.Array, found: jax.Array) -> jax.Array:
             chosen = jax.lax.dynamic_slice_in_dim(order, done + n * np.int32(size), size)
@@ -215,14 +215,6 @@ class LazyUpdate:
             found = jax.lax.fori_loop(np.int32(0), times, functools.partial(add, size, done), found)
             done, left = done + times * np.int32(size), left % np.int32(size)
         return found
-
-
-def _distinct(paths: Sequence[str]) -> list[str]:
-    """Tell leaves of one path apart: such leaves may be there as long as none is masked."""
-    first: dict[str, int] = {}
-    for n, path in enumerate(paths):
-        first.setdefault(path, n)
-    return [path if first[path] == n else f"{path} (leaf {n})" for n, path in enumerate(paths)]
 
 
 def _check_devices(cuts: Mapping[str, Cut]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from magma_optax._blocks.cutting import Cut
@@ -23,6 +24,8 @@ from magma_optax._lazy.primitives import (
     WITH_DERIVATIVES,
 )
 from magma_optax._lazy.program import Program, Step, Values
+
+_WIDE = frozenset({"float64", "int64", "uint64", "complex128"})
 
 Index = Sequence[jax.Array]  # of a block along each of its leaf's axes of blocks
 
@@ -94,9 +97,8 @@ class Blocks:
         return x
 
     def read_by(self, numbers: Collection[int]) -> list[int]:
-        """Return what these steps read and do not make, but for constants that blocks share."""
-        known = self._whole.known
-        return [x for x in self._whole.read_by(numbers) if x not in known or self.holds(x)]
+        """Return what these steps read and do not make, as far as it has a part for each block."""
+        return [x for x in self._whole.read_by(numbers) if self.holds(x)]
 
     def check(self, numbers: Collection[int], direction: int, axes: Sequence[int]) -> None:
         """Raise a MixesError unless one block's direction is made of its own parts alone.
@@ -119,10 +121,21 @@ class Blocks:
             step = self._whole.steps[number]
             if not (self._keeps_apart(step) and self._is_alike(step)):
                 raise MixesError(step.name)
+            for value in (*step.inputs, *step.outputs):
+                self._check_type(value)
             for body in self._bodies(step):
                 if any(map(body.holds, body._whole.known)):
                     raise MixesError(f"a constant inside {step.name}")
                 body._check(range(len(body._whole.steps)))
+
+    def _check_type(self, value: int) -> None:
+        """Raise a MixesError for what a part of it could not be."""
+        kind = self._whole.types[value]
+        spec = kind.sharding.spec if any(self.axes(value)) else ()
+        if any(held and name for held, name in zip(self.axes(value), spec, strict=False)):
+            raise MixesError("a reshard of blocks onto a mesh axis")
+        if str(kind.dtype) in _WIDE and jnp.result_type(float) == jnp.float32:
+            raise MixesError("64-bit numbers inside enable_x64")
 
     def _is_alike(self, step: Step) -> bool:
         """Whether a step does the same for other numbers of blocks, sizes of results apart."""

@@ -2,10 +2,10 @@
 
 The type of a state does not tell: ADOPT keeps a preconditioned average in the `ScaleByAdamState`
 in which Adam keeps mu. So the base's own update is traced and read: a state leaf counts if its new
-value is a * old + b * g, for the gradient g of one parameter and numbers 0 < a < 1 and b > 0.
+value is a * old + b * g, for the gradient g of one parameter and numbers 0 < a < 1 and b > 0. What
+only a running program knows of a and b is taken to be so, as far as their signs allow.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +23,13 @@ class _Number(NamedTuple):
 
     ``steady`` means that it depends on nothing but constants, hyperparameters and this step's
     gradient (clipping): an average weighted by a learned step size is no EMA of the raw gradient.
+    ``sign`` is that of the value, 0 for zero or if anything is possible. Hyperparameters are taken
+    to be positive, and so are differences such as 1 - b1.
     """
 
     value: float | None
     steady: bool
+    sign: int = 1
 
 
 class _Linear(NamedTuple):
@@ -60,7 +63,7 @@ class Ema(NamedTuple):
 _Value = _Number | _Linear | _Other
 _CALLS = frozenset("jit pjit closed_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
 _IDENTITIES = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sharding_constraint"}
-_ZERO, _MINUS_ONE = _Number(0.0, True), _Number(-1.0, True)
+_ZERO, _MINUS_ONE = _Number(0.0, True, 0), _Number(-1.0, True, -1)
 
 
 def leaves_by_place(state: Any) -> dict[str, Any]:
@@ -143,8 +146,8 @@ def _averaged_gradient(state: int | None, value: Any) -> int | None:
         return None
     (gradient,) = value.terms.keys() - {state}
     a, b = value.terms[state], value.terms[gradient]
-    decays = a.steady and (a.value is None or 0 < a.value < 1)
-    mixes = b.steady and (b.value is None or b.value > 0)
+    decays = a.steady and a.sign >= 0 and (a.value is None or 0 < a.value < 1)
+    mixes = b.steady and b.sign > 0
     return gradient if gradient < 0 and decays and mixes else None
 
 
@@ -192,7 +195,7 @@ def _arithmetic(name: str, values: list[_Value]) -> _Value | None:
         case "mul", [x, _Number() as y]:
             return _times(x, y)
         case "div", [x, _Number() as y]:
-            return _times(x, _Number(1 / y.value if y.value else None, y.steady))
+            return _times(x, y._replace(value=1 / y.value if y.value else None))
         case "add" | "add_any", [x, y]:
             return _plus(x, y)
         case "sub", [x, y]:
@@ -212,24 +215,32 @@ def _constant(value: Any) -> _Value:
     if jnp.shape(value) != ():
         return _Other(True)
     if isinstance(value, Tracer) or jnp.iscomplexobj(value):  # a hyperparameter under vmap or grad
-        return _Number(None, True)
+        return _Number(None, True, 0)
     try:
-        return _Number(float(value), True)
+        return _Number(float(value), True, (float(value) > 0) - (float(value) < 0))
     except TypeError:  # A typed key, a reference or a float0: no number.
         return _Other(False)
 
 
-def _fold(op: Callable[[float, float], float], x: _Number, y: _Number) -> _Number:
+def _product(x: _Number, y: _Number) -> _Number:
+    steady, sign = x.steady and y.steady, x.sign * y.sign
+    if x.value is None or y.value is None:
+        return _Number(None, steady, sign)
+    return _Number(x.value * y.value, steady, sign)
+
+
+def _sum(x: _Number, y: _Number) -> _Number:
     steady = x.steady and y.steady
     if x.value is None or y.value is None:
-        return _Number(None, steady)
-    return _Number(op(x.value, y.value), steady)
+        return _Number(None, steady, x.sign if x.sign == y.sign else 1)
+    value = x.value + y.value
+    return _Number(value, steady, (value > 0) - (value < 0))
 
 
 def _times(x: _Value | None, y: _Number) -> Any:
     match x:
         case _Number():
-            return _fold(operator.mul, x, y)
+            return _product(x, y)
         case _Linear():
             return _Linear({index: _times(factor, y) for index, factor in x.terms.items()})
     return None
@@ -238,7 +249,7 @@ def _times(x: _Value | None, y: _Number) -> Any:
 def _plus(x: _Value | None, y: _Value | None) -> Any:
     match x, y:
         case _Number(), _Number():
-            return _fold(operator.add, x, y)
+            return _sum(x, y)
         case _Linear(), _Linear():
             shared = x.terms.keys() & y.terms.keys()
             both = {index: _plus(x.terms[index], y.terms[index]) for index in shared}
@@ -255,13 +266,19 @@ def _choose(index: _Value, cases: Sequence[_Value]) -> _Value | None:
     if not isinstance(index, _Number):
         return None
     if all(isinstance(case, _Number) for case in cases):
-        return _Number(None, index.steady and all(case.steady for case in cases))
+        return _either([case for case in cases if isinstance(case, _Number)], index.steady)
     if not all(isinstance(case, _Linear) for case in cases):
         return None
     terms = [case.terms for case in cases if isinstance(case, _Linear)]
     return _Linear(
         {
-            index: _Number(None, all(term.get(index, _ZERO).steady for term in terms))
+            index: _either([term[index] for term in terms if index in term], True)
             for index in set().union(*terms)
         }
     )
+
+
+def _either(cases: Sequence[_Number], steady: bool) -> _Number:
+    signs = {case.sign for case in cases}
+    sign = signs.pop() if len(signs) == 1 else 0
+    return _Number(None, steady and all(case.steady for case in cases), sign)

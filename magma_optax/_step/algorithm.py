@@ -122,7 +122,10 @@ def block_sums(options: Options, cuts: dict[str, Cut], moments: Moments) -> dict
     """Sum the products of the score over every block, and over the devices that share it."""
     sums = {}
     for path, cut in cuts.items():
-        products = options.score.products(*widen_together(*(leaves[path] for leaves in moments)))
+        wide = widen_together(*(leaves[path] for leaves in moments))
+        products = options.score.products(*wide)
+        if not isinstance(products, tuple) or any(map(_differs(wide[0]), products)):
+            raise ValueError(_PRODUCTS.format(path, jnp.shape(wide[0]), _shapes(products)))
         sums[path] = tuple(cut.sum(product) for product in products)
     return sum_over_mesh(sums, cuts, options.axis_name)
 
@@ -149,7 +152,10 @@ def score_and_toss(
     s: PerBlock = {}
     p: dict[str, Any] = dict.fromkeys(cuts, fixed_p)
     for path in sums:
-        s_tilde = typed_like(path, options.score.of_sums(sums[path], tau), before[path])
+        s_tilde = options.score.of_sums(sums[path], tau)
+        if jnp.shape(s_tilde) != cuts[path].shape:
+            raise ValueError(_OF_SUMS.format(path, cuts[path].shape, _shapes(s_tilde)))
+        s_tilde = typed_like(path, jnp.asarray(s_tilde, jnp.float32), before[path])
         known = jnp.isfinite(s_tilde)
         s[path] = jnp.where(known, decay * before[path] + rest * s_tilde, before[path])
         if by_alignment:
@@ -172,3 +178,21 @@ def _mask(cut: Cut, delta: Any, m: jax.Array, factor: jax.Array | None) -> jax.A
         wide = widen(delta)
         delta = (wide * cut.expand(factor).astype(wide.dtype)).astype(delta.dtype)
     return jnp.where(cut.expand(m), delta, jnp.zeros((), delta.dtype))
+
+
+def _differs(leaf: jax.Array) -> Callable[[Any], bool]:
+    return lambda x: jnp.shape(x) != jnp.shape(leaf)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(jnp.shape, tree)
+
+
+_PRODUCTS = (
+    "score: products must return a tuple of arrays of the shape of mu, which are then summed over "
+    "each block; for {!r}, of shape {}, it returned shapes {}"
+)
+_OF_SUMS = (
+    "score: of_sums must return one number per block; for {!r}, whose blocks have shape {}, it "
+    "returned shape {}"
+)

@@ -57,9 +57,10 @@ def find_owners(
         is_leaf=lambda _: True,  # The function gets a whole copy of the parameters' tree.
     )
     owners: list[str | None] = []
-    for owner, leaf in zip(jax.tree.leaves(names), jax.tree.leaves(state), strict=True):
-        owners.append(owner if owner in cuts else None)
-        if owner not in cuts or not cuts[owner].axes:
+    for name, leaf in zip(jax.tree.leaves(names), jax.tree.leaves(state), strict=True):
+        owner = _masked_at_or_above(name, cuts) if name else None
+        owners.append(owner)
+        if owner is None or not cuts[owner].axes:
             continue
         if jnp.shape(leaf) != (shape := jnp.shape(params.leaves[owner])):
             raise ValueError(
@@ -67,6 +68,15 @@ def find_owners(
                 f"shape {shape}, which cannot be held block by block: use blocks='leaf'"
             )
     return owners
+
+
+def _masked_at_or_above(name: str, cuts: dict[str, Cut]) -> str | None:
+    """The masked parameter to which ``name`` belongs; a base may keep a list for each."""
+    while name not in cuts:
+        if "/" not in name:
+            return None
+        name = name.rpartition("/")[0]
+    return name
 
 
 def _coin(cut: Cut, coin: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -58,6 +58,13 @@ def test_counts_blocks():
     assert one.summary == "masked: 1 of 1 leaves in 1 block, 100.0 % of 4 parameters"
 
 
+def test_leaves_of_one_path_that_are_left_out_are_counted_each():
+    square = jnp.ones((2, 2))
+    twins = {"a/b": square, "a": {"b": jnp.ones((4, 4))}, "c": square}
+    masking = describe_masking(twins, where=lambda path, leaf: path == "c")
+    assert masking.summary == "masked: 1 of 3 leaves in 1 block, 16.7 % of 24 parameters"
+
+
 def test_refuses_what_init_refuses():
     with pytest.raises(ValueError, match="selects none"):
         describe_masking(PARAMS, where=lambda path, leaf: False)

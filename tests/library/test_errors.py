@@ -238,6 +238,25 @@ def test_sparse_state_of_factored_moments_within_a_leaf():
     jax.block_until_ready(tx.update(params, tx.init(params), params))
 
 
+def test_sparse_state_of_a_list_per_parameter():
+    """SM3 keeps one vector per axis of a parameter."""
+    params = {"w": jnp.ones((4, 4))}
+    tx, kept = with_magma(optax.sm3(1e-2), sparse_state=True), []
+    state = tx.init(params)
+    for _ in range(6):
+        updates, new = tx.update(params, state, params)
+        same = [
+            jnp.array_equal(a, b)
+            for a, b in zip(*(x[1][0].mu["w"] for x in (state, new)), strict=True)
+        ]
+        assert all(same) != bool(updates["w"].any()) and any(same) == all(same)
+        kept.append(all(same))
+        state = new
+    assert {True, False} == set(kept)
+    with pytest.raises(ValueError, match=r"a state of shape \(4,\) for 'w'.*blocks='leaf'"):
+        with_magma(optax.sm3(1e-2), sparse_state=True, blocks="row").init(params)
+
+
 def test_missing_gradient_warns_once_and_names_both_exact_ways():
     tx = optax.chain(ADAM, magma())
     state = tx.init(PARAMS)

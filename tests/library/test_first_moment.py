@@ -134,6 +134,10 @@ def decays_of(base, state, found):
     return decays
 
 
+def into_the_buffer(learning_rate):
+    return optax.chain(optax.scale_by_learning_rate(learning_rate), optax.trace(0.9))
+
+
 @pytest.mark.parametrize(
     "base",
     [
@@ -143,12 +147,22 @@ def decays_of(base, state, found):
         optax.chain(optax.add_decayed_weights(0.1), optax.adam(1e-2)),  # of g + 0.1 w
         optax.chain(optax.zero_nans(), optax.adam(1e-2)),
         optax.contrib.schedule_free_adamw(1e-2),
+        # The buffer has -g. That of a number set later shows in its sign alone.
+        into_the_buffer(1e-2),
+        optax.inject_hyperparams(into_the_buffer)(1e-2),
     ],
-    ids=["b1=0", "laprop", "trace", "weight decay", "zero_nans", "schedule_free"],
+    ids=[
+        *("b1=0", "laprop", "trace", "weight decay", "zero_nans", "schedule_free"),
+        *("rate in the buffer", "injected rate in the buffer"),
+    ],
 )
 def test_what_is_no_ema_of_the_raw_gradient_is_not_reused(base):
     assert not find_emas(base, base.init(PARAMS))
     chex.assert_trees_all_equal_shapes(with_magma(base).init(PARAMS).magma.momentum, PARAMS)
+
+
+def clipped_adam(learning_rate, max_norm):
+    return optax.chain(optax.clip_by_global_norm(max_norm), optax.adam(learning_rate))
 
 
 @pytest.mark.parametrize(
@@ -156,17 +170,42 @@ def test_what_is_no_ema_of_the_raw_gradient_is_not_reused(base):
     [
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
         optax.inject_hyperparams(optax.adam)(1e-2),
+        optax.inject_hyperparams(clipped_adam)(1e-2, max_norm=1.0),
         optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, 10), b1=0.95),
         optax.apply_if_finite(optax.adam(1e-2), 3),
         optax.chain(optax.adam(1e-2), optax.add_decayed_weights(0.1)),
         optax.rmsprop(1e-2, centered=True),
         optax.contrib.muon(1e-2),
     ],
-    ids=["clip", "inject", "schedule", "apply_if_finite", "decay", "centered", "muon"],
+    ids=[
+        "clip",
+        "inject",
+        "inject clip",
+        "schedule",
+        "apply_if_finite",
+        "decay",
+        "centered",
+        "muon",
+    ],
 )
 def test_wrapped_first_moments_are_found(base):
     assert find_emas(base, base.init(PARAMS)).keys() == PARAMS.keys()
     assert not jax.tree.leaves(with_magma(base).init(PARAMS).magma.momentum)
+
+
+def test_under_vmap_a_number_of_unknown_sign_is_not_trusted():
+    """Decays may differ between models of a vmap; a rate in the buffer could have any sign."""
+
+    def momentum(make):
+        def init(number):
+            return with_magma(make(number)).init(PARAMS).magma.momentum
+
+        return jax.vmap(init)(jnp.array([0.5, 0.9]))
+
+    assert momentum(lambda b1: optax.adam(1e-2, b1=b1)) is None
+    assert momentum(lambda decay: optax.trace(decay)) is None
+    kept = momentum(lambda rate: optax.chain(optax.scale(-rate), optax.trace(0.9)))
+    assert kept["w"].shape == (2, 4, 6)
 
 
 def test_partition_is_matched_leaf_by_leaf():

@@ -10,7 +10,7 @@ from costly import C, assert_same, costly, normal, steps, unchanged, whiten
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magma_optax import stacked, with_magma
+from magma_optax import stacked, with_magma, with_skip_update
 
 C48 = jnp.asarray(np.random.default_rng(1).normal(size=(48, 48)), jnp.float32)
 
@@ -103,6 +103,11 @@ def test_a_direction_that_mixes_blocks_is_refused(name):
     with_magma(costly(MIXED[name]), lazy=True).init(params)  # The leaf as one block is fine.
 
 
+def in_float64(x):
+    with jax.enable_x64(True):
+        return (x.astype(jnp.float64) @ C.astype(jnp.float64)).astype(jnp.float32)
+
+
 def by_the_shorter_side(x):
     axis = 0 if x.shape[0] <= x.shape[1] else 1
     scales = jnp.sum(x * x, axis)
@@ -177,6 +182,55 @@ def test_two_axes_of_blocks_in_another_order_are_refused():
     params = normal({"w": (2, 2, 4, 5)}, 0)
     with pytest.raises(ValueError, match="mixes the blocks"):
         with_magma(costly(direction), lazy=True, blocks=stacked((0, 1))).init(params)
+
+
+def test_64_bit_numbers_of_a_base_alone_are_refused():
+    """JAX would compute blocks of them together in 32 bits."""
+    params = normal({"w": (4, 6, 8)}, 0)
+    with pytest.raises(ValueError, match=r"'w' mixes .*\(in 64-bit numbers inside enable_x64\)"):
+        with_magma(costly(in_float64), lazy=True, blocks=stacked(0)).init(params)
+    tx = with_magma(costly(in_float64), lazy=True)
+    assert_same(*(steps(t, params, [params]) for t in (tx, with_magma(costly(in_float64)))))
+    with jax.enable_x64(True):
+        with_magma(costly(in_float64), lazy=True, blocks=stacked(0)).init(params)
+
+
+def with_step(direction):
+    """A base whose directions depend on the step's number."""
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda g: direction(g, state), updates), state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+
+def third(n):
+    return np.float32(1 / (3 + n))
+
+
+SHARED = {
+    "noise of a key that has no batches": lambda x, n: (
+        x @ jax.random.normal(jax.random.fold_in(jax.random.key(0, impl="rbg"), n), (8, 8))
+    ),
+    "a branch": lambda x, n: jax.lax.cond(
+        n < 1, lambda x: x @ C, lambda x: jnp.linalg.svd(x)[2], x
+    ),
+    "a number from Python": lambda x, n: (
+        x @ C * jax.pure_callback(third, jax.ShapeDtypeStruct((), jnp.float32), n)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_blocks_share_is_computed_once_and_as_without_lazy(name):
+    params, base = normal({"w": (7, 8, 8)}, 0), with_step(SHARED[name])
+    options = {"blocks": stacked(0), "survival_prob": 0.9}
+    lazy, dense = (with_skip_update(base, lazy=lazy, **options) for lazy in (True, False))
+    assert_same(*(steps(tx, params, [params] * 2) for tx in (lazy, dense)))
+    if name == "a branch":  # Not both of its sides.
+        text = jax.jit(lazy.update).lower(params, lazy.init(params), params).as_text()
+        assert text.count("stablehlo.case") == 3
 
 
 # -------------------------------------------------------------------------------------------

@@ -133,6 +133,20 @@ def test_blocks_along_a_sharded_axis_of_an_explicit_mesh_are_refused():
             jax.jit(tx.init)(params)
 
 
+def spread(x):
+    """A direction that gives each device layers of its own, as distributed Muons do."""
+    mine = jax.sharding.reshard(x, P("fsdp", None, None))
+    return jax.sharding.reshard(mine @ mine.mT @ mine, P(None, None, None))
+
+
+def test_a_direction_that_spreads_blocks_over_an_explicit_mesh_is_refused():
+    with jax.set_mesh(make_mesh("Explicit")):
+        params = {"layers": jax.device_put(jnp.ones((8, 3, 4)), P())}
+        tx = with_magma(costly(spread), blocks=stacked(0), lazy=True)
+        with pytest.raises(ValueError, match=r"'layers' mixes .*a reshard of blocks onto a mesh"):
+            jax.jit(tx.init)(params)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map_each_device_has_experts_of_its_own(check_vma):
     """Coins differ from device to device, so devices compute different numbers of blocks."""

@@ -102,6 +102,13 @@ def test_multi_steps_around_magma_or_beside_it_is_fine():
     assert summarize(beside.init({"x": jnp.ones(2), "y": jnp.ones(2)}))["num_blocks"] == 1
 
 
+def test_a_group_without_parameters_has_no_block():
+    kinds = {"body": with_magma(ADAM), "head": with_magma(ADAM, initial_score=1.0)}
+    found = summarize(optax.partition(kinds, {"w": "body"}).init({"w": jnp.ones(2)}))
+    assert found["num_blocks"] == 1 and found["alignment_max"] == 0.5
+    assert summarize(with_magma(ADAM).init(jnp.ones(2)))["num_blocks"] == 1  # A bare array is one.
+
+
 # ---------------------------------------------------------------------------------------------
 # Nothing to summarize
 
@@ -113,6 +120,12 @@ def test_multi_steps_around_magma_or_beside_it_is_fine():
         (lambda: with_magma(ADAM).init(PARAMS)._asdict()["inner_state"], "holds no MagmaState"),
         (lambda: skip_update().init(PARAMS), "skip_update keeps none"),
         (lambda: magma().init({"n": jnp.ones(3, int)}), "no leaf carries a block"),
+        (
+            lambda: optax.masked(
+                with_magma(ADAM), lambda params: jax.tree.map(lambda _: False, params)
+            ).init(PARAMS),
+            "no leaf carries",
+        ),
     ],
 )
 def test_summarize_says_why_it_found_no_scores(state, why):

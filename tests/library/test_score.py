@@ -117,6 +117,34 @@ def test_a_block_whose_raw_score_is_nan_keeps_its_score():
     chex.assert_trees_all_equal(state.alignment, {"a": jnp.full(4, 0.25), "b": jnp.full(3, 0.25)})
 
 
+def test_it_may_be_of_another_dtype():
+    """The state stays float32, so that no step is compiled anew."""
+    tx = magma(score=Score(lambda mu, g, old: (g,), lambda sums, tau: jax.nn.sigmoid(sums[0])))
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones((2, 3), jnp.float64)}
+        _, state = tx.update(params, tx.init(params), grad=params)
+        assert state.alignment["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("products", "of_sums", "said"),
+    [
+        (
+            lambda mu, g, old: mu * g,
+            lambda sums, tau: sums[0],
+            r"it returned shapes \(4, 2\)",
+        ),
+        (lambda mu, g, old: (jnp.sum(g),), lambda sums, tau: sums[0], r"shapes \(\(\),\)"),
+        (lambda mu, g, old: (g,), lambda sums, tau: jnp.float32(0.5), r"it returned shape \(\)"),
+    ],
+)
+def test_a_score_of_the_wrong_shape_is_named(products, of_sums, said):
+    tx = with_magma(optax.adam(0.1), score=Score(products, of_sums), blocks=stacked(0))
+    params = {"a": jnp.ones((4, 2))}
+    with pytest.raises(ValueError, match=f"^score: .* for 'a', .*{said}$"):
+        tx.update(params, tx.init(params), params)
+
+
 @pytest.mark.parametrize("score", [lambda mu, g, previous_mu: 0.5, "cosine", 0.5])
 def test_what_is_no_score_is_named(score):
     with pytest.raises(TypeError, match=r"score must be a magma_optax.Score\(products, of_sums\)"):
