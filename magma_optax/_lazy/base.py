@@ -20,6 +20,7 @@ import optax
 from magma_optax._blocks.cutting import Cut
 from magma_optax._blocks.mesh import vary
 from magma_optax._blocks.paths import NamedTree, distinct
+from magma_optax._lazy.apart import check_apart
 from magma_optax._lazy.blocks import Blocks, Index, MixesError, blocks_of
 from magma_optax._lazy.doubled import ShardedError, trace_doubled
 from magma_optax._lazy.program import Program, Values
@@ -123,7 +124,9 @@ class LazyUpdate:
             try:
                 programs = {number: doubled[number] for number in of_leaf}
                 found[path] = Blocks(self._program, programs, of_leaf)
-                found[path].check(self._alone[path], self._direction[path], self._cuts[path].axes)
+                check_apart(
+                    found[path], self._alone[path], self._direction[path], self._cuts[path].axes
+                )
             except MixesError as error:
                 raise ValueError(_MIXES.format(path, error)) from error
         return found
