@@ -58,9 +58,9 @@ def find_owners(
     )
     owners: list[str | None] = []
     for name, leaf in zip(jax.tree.leaves(names), jax.tree.leaves(state), strict=True):
-        owner = _masked_at_or_above(name, cuts) if name else None
-        owners.append(owner)
-        if owner is None or not cuts[owner].axes:
+        owner = None if name is False else _parameter_of(name, params)
+        owners.append(owner if owner in cuts else None)
+        if owner not in cuts or not cuts[owner].axes:
             continue
         if jnp.shape(leaf) != (shape := jnp.shape(params.leaves[owner])):
             raise ValueError(
@@ -70,11 +70,9 @@ def find_owners(
     return owners
 
 
-def _masked_at_or_above(name: str, cuts: dict[str, Cut]) -> str | None:
-    """The masked parameter to which ``name`` belongs; a base may keep a list for each."""
-    while name not in cuts:
-        if "/" not in name:
-            return None
+def _parameter_of(name: str, params: NamedTree) -> str:
+    """The parameter at or above ``name``: a base may keep a list for each."""
+    while name and name not in params.leaves:
         name = name.rpartition("/")[0]
     return name
 

@@ -257,6 +257,21 @@ def test_sparse_state_of_a_list_per_parameter():
         with_magma(optax.sm3(1e-2), sparse_state=True, blocks="row").init(params)
 
 
+@pytest.mark.parametrize("base", [optax.adam, optax.sm3])
+def test_sparse_state_of_a_bare_array(base):
+    """Its path is empty."""
+    params, tx, seen = jnp.ones((2, 3)), with_magma(base(1e-2), sparse_state=True), set()
+    state = tx.init(params)
+    for _ in range(6):
+        updates, new = tx.update(params, state, params)
+        moments = (jax.tree.leaves(x.inner_state[0].mu) for x in (state, new))
+        kept = all(jnp.array_equal(a, b) for a, b in zip(*moments, strict=True))
+        assert kept != bool(updates.any())
+        seen.add(kept)
+        state = new
+    assert seen == {True, False}
+
+
 def test_missing_gradient_warns_once_and_names_both_exact_ways():
     tx = optax.chain(ADAM, magma())
     state = tx.init(PARAMS)
