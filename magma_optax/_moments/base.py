@@ -6,6 +6,7 @@ value is a * old + b * g, for the gradient g of one parameter and numbers 0 < a 
 only a running program knows of a and b is taken to be so, as far as their signs allow.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,13 +24,17 @@ class _Number(NamedTuple):
 
     ``steady`` means that it depends on nothing but constants, hyperparameters and this step's
     gradient (clipping): an average weighted by a learned step size is no EMA of the raw gradient.
-    ``sign`` is that of the value, 0 for zero or if anything is possible. Hyperparameters are taken
-    to be positive, and so are differences such as 1 - b1.
+    ``presumed`` is the sign of a value that is not known, 0 if anything is possible.
+    Hyperparameters are taken to be positive, and so are differences such as 1 - b1.
     """
 
     value: float | None
     steady: bool
-    sign: int = 1
+    presumed: int = 1
+
+    @property
+    def sign(self) -> int:
+        return self.presumed if self.value is None else (self.value > 0) - (self.value < 0)
 
 
 class _Linear(NamedTuple):
@@ -63,7 +68,7 @@ class Ema(NamedTuple):
 _Value = _Number | _Linear | _Other
 _CALLS = frozenset("jit pjit closed_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
 _IDENTITIES = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sharding_constraint"}
-_ZERO, _MINUS_ONE = _Number(0.0, True, 0), _Number(-1.0, True, -1)
+_MINUS_ONE = _Number(-1.0, True)
 
 
 def leaves_by_place(state: Any) -> dict[str, Any]:
@@ -195,7 +200,8 @@ def _arithmetic(name: str, values: list[_Value]) -> _Value | None:
         case "mul", [x, _Number() as y]:
             return _times(x, y)
         case "div", [x, _Number() as y]:
-            return _times(x, y._replace(value=1 / y.value if y.value else None))
+            inverse = y._replace(value=1 / y.value) if y.value else _Number(None, y.steady, y.sign)
+            return _times(x, inverse)
         case "add" | "add_any", [x, y]:
             return _plus(x, y)
         case "sub", [x, y]:
@@ -217,30 +223,22 @@ def _constant(value: Any) -> _Value:
     if isinstance(value, Tracer) or jnp.iscomplexobj(value):  # a hyperparameter under vmap or grad
         return _Number(None, True, 0)
     try:
-        return _Number(float(value), True, (float(value) > 0) - (float(value) < 0))
+        return _Number(float(value), True)
     except TypeError:  # A typed key, a reference or a float0: no number.
         return _Other(False)
 
 
-def _product(x: _Number, y: _Number) -> _Number:
-    steady, sign = x.steady and y.steady, x.sign * y.sign
-    if x.value is None or y.value is None:
-        return _Number(None, steady, sign)
-    return _Number(x.value * y.value, steady, sign)
-
-
-def _sum(x: _Number, y: _Number) -> _Number:
+def _fold(op: Callable[[float, float], float], x: _Number, y: _Number, presumed: int) -> _Number:
     steady = x.steady and y.steady
     if x.value is None or y.value is None:
-        return _Number(None, steady, x.sign if x.sign == y.sign else 1)
-    value = x.value + y.value
-    return _Number(value, steady, (value > 0) - (value < 0))
+        return _Number(None, steady, presumed)
+    return _Number(op(x.value, y.value), steady)
 
 
 def _times(x: _Value | None, y: _Number) -> Any:
     match x:
         case _Number():
-            return _product(x, y)
+            return _fold(operator.mul, x, y, x.sign * y.sign)
         case _Linear():
             return _Linear({index: _times(factor, y) for index, factor in x.terms.items()})
     return None
@@ -249,7 +247,7 @@ def _times(x: _Value | None, y: _Number) -> Any:
 def _plus(x: _Value | None, y: _Value | None) -> Any:
     match x, y:
         case _Number(), _Number():
-            return _sum(x, y)
+            return _fold(operator.add, x, y, x.sign if x.sign == y.sign else 1)
         case _Linear(), _Linear():
             shared = x.terms.keys() & y.terms.keys()
             both = {index: _plus(x.terms[index], y.terms[index]) for index in shared}

@@ -123,9 +123,9 @@ def block_sums(options: Options, cuts: dict[str, Cut], moments: Moments) -> dict
     sums = {}
     for path, cut in cuts.items():
         wide = widen_together(*(leaves[path] for leaves in moments))
-        products = options.score.products(*wide)
-        if not isinstance(products, tuple) or any(map(_differs(wide[0]), products)):
-            raise ValueError(_PRODUCTS.format(path, jnp.shape(wide[0]), _shapes(products)))
+        products, shape = options.score.products(*wide), jnp.shape(wide[0])
+        if not isinstance(products, tuple) or any(jnp.shape(x) != shape for x in products):
+            raise ValueError(_PRODUCTS.format(path, shape, jax.tree.map(jnp.shape, products)))
         sums[path] = tuple(cut.sum(product) for product in products)
     return sum_over_mesh(sums, cuts, options.axis_name)
 
@@ -154,7 +154,7 @@ def score_and_toss(
     for path in sums:
         s_tilde = options.score.of_sums(sums[path], tau)
         if jnp.shape(s_tilde) != cuts[path].shape:
-            raise ValueError(_OF_SUMS.format(path, cuts[path].shape, _shapes(s_tilde)))
+            raise ValueError(_OF_SUMS.format(path, cuts[path].shape, jnp.shape(s_tilde)))
         s_tilde = typed_like(path, jnp.asarray(s_tilde, jnp.float32), before[path])
         known = jnp.isfinite(s_tilde)
         s[path] = jnp.where(known, decay * before[path] + rest * s_tilde, before[path])
@@ -178,14 +178,6 @@ def _mask(cut: Cut, delta: Any, m: jax.Array, factor: jax.Array | None) -> jax.A
         wide = widen(delta)
         delta = (wide * cut.expand(factor).astype(wide.dtype)).astype(delta.dtype)
     return jnp.where(cut.expand(m), delta, jnp.zeros((), delta.dtype))
-
-
-def _differs(leaf: jax.Array) -> Callable[[Any], bool]:
-    return lambda x: jnp.shape(x) != jnp.shape(leaf)
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(jnp.shape, tree)
 
 
 _PRODUCTS = (

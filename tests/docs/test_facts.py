@@ -1,5 +1,6 @@
 """What the front pages say follows from the records' pages, the package and its picture."""
 
+import functools
 import json
 import re
 import runpy
@@ -38,11 +39,15 @@ def test_the_two_tables_agree():
     assert rows[0] == rows[1]
 
 
+@functools.cache
+def timings():
+    return [*map(json.loads, text("examples/benchmark/results.jsonl").splitlines())]
+
+
 def timed(form, option="", **settings):
     """Results of the last record of these settings whose command has the option, or lacks any p."""
     wanted, found = {"form": form, **settings}.items(), None
-    for line in text("examples/benchmark/results.jsonl").splitlines():
-        record = json.loads(line)
+    for record in timings():
         command = record["provenance"]["command"]
         right = option in command if option else "--survival-probs" not in command
         if right and wanted <= record["settings"].items():
@@ -51,7 +56,6 @@ def timed(form, option="", **settings):
 
 
 def test_what_lazy_steps_cost_is_recorded():
-    row = timed
     trees = pytest.importorskip("examples.benchmark.trees")
     page, forms = text("docs/performance.md"), ("bare", "with_magma", "lazy with_magma")
     [table] = re.findall(r"^\| tree \| layers \| survived.*?\n\n", page, re.M | re.S)
@@ -60,8 +64,8 @@ def test_what_lazy_steps_cost_is_recorded():
         tree, layers, survived, *cells = (cell.strip(" *`") for cell in line.split("|")[1:-1])
         settings = {"part": "step", "base": "muon", "tree": tree}
         settings["leaves"] = {"separate": "219 separate", "stacked": "12 stacked"}[layers]
-        bare, dense, lazy = (row(form, **settings) for form in forms)
-        skip = row("lazy skip_update", **settings) if layers == "stacked" else None
+        bare, dense, lazy = (timed(form, **settings) for form in forms)
+        skip = timed("lazy skip_update", **settings) if layers == "stacked" else None
         assert cells[0] == f"{bare['ms']:.0f} ms"
         assert cells[1:3] == [f"{dense['ratio']:.2f}", f"{lazy['ratio']:.2f}"]
         assert cells[3] == (f"{skip['ratio']:.2f}" if skip else "")
@@ -77,12 +81,12 @@ def test_what_lazy_steps_cost_is_recorded():
     for dense, lazy in zip(ratios[1], ratios[0], strict=True):
         assert f"{dense} and {lazy} |" in text("README.md")
     small = {"part": "train", "base": "muon", "tree": "130m", "layers": "stacked"}
-    bare, _, lazy = (row(form, **small) for form in forms)
+    bare, _, lazy = (timed(form, **small) for form in forms)
     assert f"went from {bare['optimizer_ms']:.1f} ms to {lazy['optimizer_ms']:.1f} ms" in page
     assert f"took {bare['ms']:.1f} ms either way" in page
     assert f"{lazy['ms']:.1f}" == f"{bare['ms']:.1f}"
     soap = {"part": "step", "base": "soap", "tree": "60m", "leaves": "12 stacked"}
-    _, dense, lazy = (row(form, **soap) for form in forms)
+    _, dense, lazy = (timed(form, **soap) for form in forms)
     assert f"{lazy['ratio']:.2f}, plain `with_magma` {dense['ratio']:.2f}" in page
 
 
