@@ -79,6 +79,11 @@ def branched_forms(name: str, **masking: Any) -> dict[str, BranchedAdam]:
     }
 
 
+def all_forms(name: str, **masking: Any) -> dict[str, Any]:
+    """Returns all of them."""
+    return forms(name, **masking) | fused_forms(name, **masking) | branched_forms(name, **masking)
+
+
 def chosen(txs: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
     """Returns the bare base and the forms of these names, or all."""
     return {form: tx for form, tx in txs.items() if not names or form in ("bare", *names)}

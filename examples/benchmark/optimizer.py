@@ -27,15 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.benchmark.forms import (
-    BASES,
-    FORMS,
-    branched_forms,
-    chosen,
-    forms,
-    fused_forms,
-    update_and_apply,
-)
+from examples.benchmark.alone import compile_times
+from examples.benchmark.forms import BASES, FORMS, all_forms, chosen, forms, update_and_apply
 from examples.benchmark.peers import rollfast_arms, torch_times
 from examples.benchmark.timing import Arm, compile_step, in_turns
 from examples.benchmark.trees import TREES, filled, masking, narrow_llama, survived, tree
@@ -48,7 +41,6 @@ from examples.llama.config import PRESETS
 from examples.llama.step import abstract_model, make_functions
 from magma_optax import attention_and_mlp
 
-PARTS = ("step", "train", "compile", "state", "peers")
 LEAVES = (100, 400, 2000)  # of the trees for compile times
 OUT = Path(__file__).parent / "results.jsonl"
 
@@ -84,8 +76,7 @@ def step_rows(args: argparse.Namespace) -> Iterator[Row]:
         shares = {(w, p): survived(shapes, p, masking(layout, w), args.steps) for w, p in cases}
         for base_name, (where, p) in itertools.product(args.bases, cases):
             options = masking(layout, where) | {"survival_prob": p}
-            txs = forms(base_name, **options) | fused_forms(base_name, **options)
-            txs = chosen(txs | branched_forms(base_name, **options), args.forms)
+            txs = chosen(all_forms(base_name, **options), args.forms)
             built = {form: optimizer_arm(tx, shapes, grads) for form, tx in txs.items()}
             arms = {form: arm for form, (arm, _) in built.items()}
             times = in_turns(arms, args.rounds, args.steps)
@@ -172,6 +163,27 @@ def compile_rows(args: argparse.Namespace) -> Iterator[Row]:
             }
 
 
+def alone_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Seconds to trace and to compile a step of every form, each in a process of its own."""
+    for name, layout, base_name, where in itertools.product(
+        args.trees, args.layouts, args.bases, args.where
+    ):
+        bare = None
+        for form in chosen(all_forms(base_name, **masking(layout, where)), args.forms):
+            trace, seconds = compile_times(args.rounds, name, layout, base_name, where, form)
+            bare = bare or seconds
+            yield {
+                "tree": name,
+                "layout": layout,
+                "base": base_name,
+                "masked": where,
+                "form": form,
+                "trace_s": trace,
+                "compile_s": seconds,
+                "ratio": seconds / bare,
+            }
+
+
 def state_rows(args: argparse.Namespace) -> Iterator[Row]:
     """Bytes of state, and what each form adds to the base's, in bytes and in parameter trees."""
 
@@ -226,7 +238,14 @@ def peer_rows(args: argparse.Namespace) -> Iterator[Row]:
             yield row
 
 
-ROWS = dict(zip(PARTS, (step_rows, train_rows, compile_rows, state_rows, peer_rows), strict=True))
+ROWS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "step": step_rows,
+    "train": train_rows,
+    "compile": compile_rows,
+    "alone": alone_rows,
+    "state": state_rows,
+    "peers": peer_rows,
+}
 
 
 def digits(value: float | int) -> float | int:
@@ -249,7 +268,7 @@ def parser() -> Parser:
         description=__doc__.split("\n\n")[0],
     )
     add, count = parser.add_argument, whole(1)
-    add("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
+    add("--parts", nargs="+", choices=ROWS, default=[*ROWS], help="(all)")
     add("--trees", nargs="+", choices=TREES, default=["1b"] if gpu else ["matrices"])
     add("--bases", nargs="+", choices=BASES, default=BASES[:4], help="(all but soap)")
     add("--forms", nargs="+", choices=FORMS, help="beside the bare base, in steps and train (all)")

@@ -9,7 +9,7 @@ computed in a loop.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,9 +26,8 @@ from magma_optax._lazy.doubled import ShardedError, trace_doubled
 from magma_optax._lazy.program import Program, Values
 from magma_optax._lazy.split import split
 
-# Together, where a block alone is too little work for a device; each a multiple of the next.
-_BATCHES = (4, 2, 1)
-_ENOUGH = 2**21  # Elements of a block.
+_ENOUGH = 2**21  # Elements of a block that are work enough for a device.
+_BATCH = 4  # Smaller blocks are computed together.
 
 Directions = Callable[[Mapping[str, jax.Array]], NamedTree]
 
@@ -183,41 +182,39 @@ class LazyUpdate:
         return jax.lax.cond(m.reshape(()), compute, lambda: _zeros(self._program.types[value]))
 
     def _by_block(self, path: str, m: jax.Array) -> jax.Array:
-        """Survivors alone, one by one, or in batches where blocks are small.
+        """Survivors, one by one, or in batches where blocks are small.
 
-        The last ones, too few for a batch, go in smaller ones, so no dropped block is computed.
+        What the last batch lacks is filled up with dropped blocks, or with survivors once more: a
+        batch of another size would be another body to compile.
         """
         blocks, cut, steps = self._blocks[path], self._cuts[path], self._alone[path]
         value = self._direction[path]
         read, shared = blocks.read_by(steps), self._values
-        large = math.prod(blocks.shape(value)) >= _ENOUGH
-        sizes = [size for size in _BATCHES if size <= (1 if large else cut.size)]
-        order = jnp.argsort(~m.ravel()).astype(np.int32)  # survivors first
+        size = 1 if math.prod(blocks.shape(value)) >= _ENOUGH else min(_BATCH, cut.size)
+        order = jnp.argsort(~m.ravel())  # survivors first
+        places = jnp.stack(jnp.unravel_index(order, cut.shape), axis=1).astype(np.int32)
 
-        def compute(index: Sequence[Index]) -> jax.Array:
-            if not read:  # One direction for all blocks.
-                return jnp.stack([blocks.run(steps, shared)[value]] * len(index))
+        def compute(index: Sequence[Index]) -> Iterable[jax.Array]:
             parts = [{x: blocks.cut_out(x, shared[x], i) for x in read} for i in index]
+            if len(parts) == 1 or not read:  # where nothing is read, all directions are the same
+                return [blocks.run(steps, shared | parts[0])[value]] * len(parts)
             given = jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts)
             return jax.vmap(lambda given: blocks.run(steps, shared | given)[value])(given)
 
-        def add(size: int, done: Any, n: jax.Array, found: jax.Array) -> jax.Array:
-            chosen = jax.lax.dynamic_slice_in_dim(order, done + n * np.int32(size), size)
-            index = [_unravel(chosen[k], cut.shape) for k in range(size)]
+        def add(n: jax.Array, found: jax.Array) -> jax.Array:
+            # A start beyond the last whole batch is moved back to it.
+            batch = jax.lax.dynamic_slice_in_dim(places, n * np.int32(size), size)
+            index = [tuple(place) for place in batch]
             for i, block in zip(index, compute(index), strict=True):
-                place: list[Any] = [np.int32(0)] * cut.ndim
+                starts: list[Any] = [np.int32(0)] * cut.ndim
                 for axis, at in zip(cut.axes, i, strict=True):
-                    place[axis] = at
-                found = jax.lax.dynamic_update_slice(found, block, place)
+                    starts[axis] = at
+                found = jax.lax.dynamic_update_slice(found, block, starts)
             return found
 
+        batches = -(-jnp.sum(m, dtype=np.int32) // np.int32(size))
         found = _zeros(self._program.types[value])
-        done, left = np.int32(0), jnp.sum(m, dtype=np.int32)
-        for size in sizes:
-            times = left // np.int32(size)
-            found = jax.lax.fori_loop(np.int32(0), times, functools.partial(add, size, done), found)
-            done, left = done + times * np.int32(size), left % np.int32(size)
-        return found
+        return jax.lax.fori_loop(np.int32(0), batches, add, found)
 
 
 def _check_devices(cuts: Mapping[str, Cut]) -> None:
@@ -231,14 +228,6 @@ def _check_devices(cuts: Mapping[str, Cut]) -> None:
     for path, cut in cuts.items():
         if others and any(name in mesh.manual_axes for name in cut.axis_names):
             raise ValueError(_PARTLY_MANUAL.format(path, ", ".join(map(repr, others))))
-
-
-def _unravel(n: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    index = []
-    for size in reversed(shape):
-        index.append(n % np.int32(size))
-        n = n // np.int32(size)
-    return tuple(reversed(index))
 
 
 def _zeros(kind: Any) -> jax.Array:

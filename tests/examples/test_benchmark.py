@@ -136,6 +136,15 @@ def test_compile_times_are_of_the_asked_number_of_leaves(tmp_path):
     assert len(trees.narrow_llama(2000)) == 2000
 
 
+def test_forms_are_compiled_alone(tmp_path):
+    arguments = ["--bases", "adam", "--layouts", "stacked", "--forms", "with_magma"]
+    records = run(tmp_path, "--parts", "alone", *arguments)
+    assert [r["settings"]["form"] for r in records] == ["bare", "with_magma"]
+    assert {r["settings"]["layout"] for r in records} == {"stacked"}
+    for record in records:
+        assert record["results"]["trace_s"] > 0 and record["results"]["compile_s"] > 0
+
+
 def test_state_is_what_the_contract_says(tmp_path):
     records = run(tmp_path, "--parts", "state", "--bases", "adam", "muon", "rmsprop")
     added = {(r["settings"]["base"], r["settings"]["form"]): r["results"] for r in records}
