@@ -203,13 +203,18 @@ class LazyUpdate:
 
         def add(n: jax.Array, found: jax.Array) -> jax.Array:
             # A start beyond the last whole batch is moved back to it.
-            batch = jax.lax.dynamic_slice_in_dim(places, n * np.int32(size), size)
+            start = n * np.int32(size), np.int32(0)
+            batch = jax.lax.dynamic_slice(
+                places, start, (size, len(cut.axes)), allow_negative_indices=False
+            )
             index = [tuple(place) for place in batch]
             for i, block in zip(index, compute(index), strict=True):
                 starts: list[Any] = [np.int32(0)] * cut.ndim
                 for axis, at in zip(cut.axes, i, strict=True):
                     starts[axis] = at
-                found = jax.lax.dynamic_update_slice(found, block, starts)
+                found = jax.lax.dynamic_update_slice(
+                    found, block, starts, allow_negative_indices=False
+                )
             return found
 
         batches = -(-jnp.sum(m, dtype=np.int32) // np.int32(size))

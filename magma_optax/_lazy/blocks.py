@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from magma_optax._blocks.cutting import Cut
@@ -78,13 +79,13 @@ class Blocks:
         return any(self.axes(value))
 
     def cut_out(self, value: int, x: jax.Array, index: Index) -> jax.Array:
-        """Return the part of a value, ``x``, that belongs to one block."""
-        for axis, (numbers, size) in enumerate(
-            zip(self.axes(value), self.shape(value), strict=True)
-        ):
-            for number in numbers:
-                x = jax.lax.dynamic_slice_in_dim(x, index[number] * size, size, axis)
-        return x
+        """Return the part of a value, ``x``, that belongs to one block; its axes hold one each."""
+        shape = self.shape(value)
+        starts = [
+            index[held[0]] * np.int32(size) if held else np.int32(0)
+            for held, size in zip(self.axes(value), shape, strict=True)
+        ]
+        return jax.lax.dynamic_slice(x, starts, shape, allow_negative_indices=False)
 
     def read_by(self, numbers: Collection[int]) -> list[int]:
         """Return what these steps read and do not make, as far as it has a part for each block."""
