@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from examples.kit.console import say
+from examples.kit.console import print_error, say
+from examples.kit.data.error import DataError
 from examples.kit.options import Parser, SettingsError, local_path, number, seconds, whole
 from examples.paper import report
 from examples.paper.arms import Arm
@@ -113,7 +114,11 @@ def conduct(
         parser.refuse_idle(args, "beside --fixed-rate", "centre", "reach")
     searches = searches_of(args, experiment.arms, names)
     platform, devices = find_devices()
-    task = make_task(args, platform)
+    try:
+        task = make_task(args, platform)
+    except DataError as error:
+        print_error(str(error))
+        return 1
     out = args.out or out
     say(f"{len(devices)} worker(s) on {platform}, records in {out}")
     try:

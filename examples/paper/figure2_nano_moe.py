@@ -44,6 +44,7 @@ from examples.paper.command import (
 )
 from examples.paper.experiment import Experiment
 from examples.paper.tasks.nano_moe import B2, CLIP, WEIGHT_DECAY, Task
+from examples.paper.tasks.text import digest_of
 
 CENTRE = 1.2e-3  # twice nanoMoE's own rate, which is thereby among the first three
 
@@ -78,7 +79,11 @@ EXPERIMENT = Experiment("examples.paper.figure2_nano_moe", Task, Beyond(ARMS, BA
 
 
 def make_task(args: argparse.Namespace, platform: str) -> Task:
-    """Fills in what the options leave to the preset and the platform."""
+    """Fills in what the options leave to the preset and the platform.
+
+    Raises:
+        DataError: If the text can't be used.
+    """
     recipe = RECIPES[args.preset]
     steps = args.steps or recipe.steps
     warmup = max(1, recipe.warmup * steps // recipe.steps) if args.warmup is None else args.warmup
@@ -91,6 +96,7 @@ def make_task(args: argparse.Namespace, platform: str) -> Task:
         seq_len=args.seq_len or recipe.seq_len,
         dtype=args.dtype or ("float32" if platform == "cpu" else "bfloat16"),
         data=args.data,
+        digest=digest_of(args.data),
     )
 
 

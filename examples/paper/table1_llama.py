@@ -37,6 +37,7 @@ from examples.paper.command import (
 )
 from examples.paper.experiment import Experiment
 from examples.paper.tasks.llama import SIZES, STEPS, Task
+from examples.paper.tasks.text import digest_of
 
 EXPERIMENT = Experiment("examples.paper.table1_llama", Task, Beyond(ARMS, BASES))
 CONTROLLED = ("adam", "adam+magma", "adam+constant")
@@ -57,7 +58,11 @@ def add_task_options(parser: Parser) -> None:
 
 
 def make_task(args: argparse.Namespace, platform: str) -> Task:
-    """Fills in what the options leave to the size and the platform."""
+    """Fills in what the options leave to the size and the platform.
+
+    Raises:
+        DataError: If the text can't be used.
+    """
     recipe = STEPS[args.size]
     return Task(
         args.size,
@@ -69,6 +74,7 @@ def make_task(args: argparse.Namespace, platform: str) -> Task:
         packing=args.packing,
         micro_batches=args.micro_batches,
         validations=args.validations,
+        digest=digest_of(args.data),
     )
 
 

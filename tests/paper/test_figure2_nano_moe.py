@@ -201,8 +201,8 @@ def test_the_papers_size_by_default(monkeypatch):
         figure2_nano_moe.main(options)
         return made[0]
 
-    paper = task("--preset", "paper", "--data", "x")
+    paper = task("--preset", "paper")
     assert paper.batch_size * paper.seq_len == 491_520 and paper.steps == 50_000
     assert paper.warmup == 2000 and paper.dtype == "bfloat16"
-    assert task("--preset", "paper", "--data", "x", "--steps", "2000").warmup == 80
+    assert task("--preset", "paper", "--steps", "2000").warmup == 80
     assert task("--warmup", "0").warmup == 0

@@ -13,7 +13,7 @@ import pytest
 from paper_records import record, write_words
 
 from examples.kit import records
-from examples.paper import command, report, runner, table1_llama
+from examples.paper import RESULTS, command, report, runner, table1_llama
 from examples.paper.arms import ARMS
 from examples.paper.search import Search, select
 from examples.paper.tasks.llama import Task
@@ -59,6 +59,29 @@ def test_the_task_is_recorded_without_the_folders_above_the_data():
     settings = dataclasses.replace(TASK, data="/some/where/corpus").settings()
     assert settings["data"] == "corpus"
     assert json.loads(json.dumps(settings)) == settings
+
+
+def make_task(folder):
+    parser = command.make_parser("")
+    table1_llama.add_task_options(parser)
+    return table1_llama.make_task(parser.parse_args(["--data", str(folder)]), "cpu")
+
+
+def test_folders_of_one_name_are_two_tasks(tmp_path):
+    for place in ("mine", "yours"):
+        (tmp_path / place / "corpus").mkdir(parents=True)
+        (tmp_path / place / "corpus" / "a.txt").write_text(f"What is {place} is {place}. " * 99)
+    mine, yours = (make_task(tmp_path / place / "corpus") for place in ("mine", "yours"))
+    assert mine.settings()["data"] == yours.settings()["data"]
+    assert mine.settings()["digest"] != yours.settings()["digest"]
+    assert make_task(tmp_path / "mine" / "corpus") == mine
+
+
+def test_the_records_of_the_package_name_their_text_by_digest():
+    for file in RESULTS.glob("*.jsonl"):
+        for settings in (found["settings"] for found in records.read(file)):
+            if settings.get("data", "").startswith("corpus"):
+                assert len(settings["digest"]) == 32
 
 
 def options(text, out):

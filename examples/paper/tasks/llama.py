@@ -48,6 +48,7 @@ class Task:
         packing: How it makes rows of documents.
         dtype: Of the computation; parameters and optimizer state are float32.
         validations: How often the validation loss is measured, evenly spaced, the end included.
+        digest: What identifies the text, see `examples.paper.tasks.text`: folders can share a name.
     """
 
     size: str
@@ -59,11 +60,14 @@ class Task:
     packing: str = "concat"
     micro_batches: int = 1
     validations: int = 1
+    digest: str = ""
 
     def settings(self) -> dict[str, Any]:
         """Returns what a record says about the task: all that a run's outcome depends on."""
         settings = dataclasses.asdict(self) | {"data": data_name(self.data)}
         del settings["validations"]  # looking at a run doesn't change it
+        if not self.digest:
+            del settings["digest"]
         return {"experiment": "llama_c4"} | settings
 
     def open(self) -> "Problem":

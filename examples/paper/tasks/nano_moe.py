@@ -36,6 +36,7 @@ class Task:
         seq_len: Tokens a row, T.
         dtype: Of the computation; parameters, router and optimizer state are float32.
         data: What `examples.kit.data.load` reads.
+        digest: What identifies the text, see `examples.paper.tasks.text`: folders can share a name.
     """
 
     preset: str
@@ -46,10 +47,13 @@ class Task:
     seq_len: int
     dtype: str
     data: str | None = None
+    digest: str = ""
 
     def settings(self) -> dict[str, Any]:
         """Returns what a record says about the task: all that a run's outcome depends on."""
         settings = dataclasses.asdict(self) | {"data": data_name(self.data)}
+        if not self.digest:
+            del settings["digest"]
         decay = {"weight_decay": WEIGHT_DECAY, "clip": CLIP, "b2": B2}
         return {"experiment": "nano_moe"} | settings | decay
 
