@@ -56,6 +56,14 @@ class Column(NamedTuple):
     scale: float = 1.0
 
 
+class Style(NamedTuple):
+    """How an arm is drawn, as matplotlib takes it."""
+
+    marker: str
+    color: Any
+    linestyle: str
+
+
 COLUMNS = {
     "valid_loss": Column("validation loss", 4),
     "perplexity": Column("perplexity", 2),
@@ -100,7 +108,7 @@ def best_line(found: Sequence[Record], arm: str, shown: Mapping[str, Column]) ->
     if not math.isfinite(row.best.loss):
         return [arm, "diverged at every rate", *[""] * (len(shown) + 3)]
     runs = select(found, {"arm": arm, "learning_rate": row.best.learning_rate})
-    cells = [spread(values(runs, name), column) for name, column in shown.items()]
+    cells = [covered(runs, name, column) for name, column in shown.items()]
     scores = values(runs, "alignment_over_training") or values(runs, "alignment")
     return [
         arm,
@@ -129,12 +137,12 @@ def rate_table(found: Sequence[Record], names: Sequence[str]) -> str:
             f"{statistics.median(grid[rate]):.4f} ({len(grid[rate])})" if rate in grid else ""
             for rate in rates
         ]
-        rate = settled(grid)
-        edge = "" if {rate / RATIO, rate * RATIO} <= comparable(grid).keys() else " **(edge)**"
+        rate, medians = settled(found, name), comparable(found, name)
+        edge = "" if {rate / RATIO, rate * RATIO} <= medians.keys() else " **(edge)**"
         line = [name, *cells, f"{rate:g}{edge}"]
         if accuracy:
             runs = select(found, {"arm": name, "learning_rate": rate})
-            line.append(spread(values(runs, "test_accuracy"), accuracy))
+            line.append(covered(runs, "test_accuracy", accuracy))
         lines.append(line)
     return markdown(lines)
 
@@ -189,6 +197,13 @@ def values(found: Sequence[Record], name: str) -> list[float]:
     return [float(result) for result in results if result is not None]
 
 
+def covered(runs: Sequence[Record], name: str, column: Column) -> str:
+    """Writes a result of these runs, and how many have it if not all do: one may have diverged."""
+    seen = values(runs, name)
+    part = f", {len(seen)} of {len(runs)} runs" if 0 < len(seen) < len(runs) else ""
+    return spread(seen, column) + part
+
+
 def losses_by_rate(found: Sequence[Record], arm: str) -> dict[float, list[float]]:
     """Returns the validation losses of an arm's seeds, by rate."""
     grid: dict[float, list[float]] = {}
@@ -203,17 +218,18 @@ def complete(grid: Mapping[float, list[float]]) -> dict[float, float]:
     return {rate: statistics.median(seen) for rate, seen in grid.items() if len(seen) == most}
 
 
-def comparable(grid: Mapping[float, list[float]]) -> dict[float, float]:
-    """Returns the median loss at each rate from the most seeds; at all, if that is one rate."""
-    medians = complete(grid)
-    if len(medians) == 1:  # the other seeds ran at the best rate alone
-        return {rate: statistics.median(seen) for rate, seen in grid.items()}
-    return medians
+def comparable(found: Sequence[Record], arm: str) -> dict[float, float]:
+    """Returns losses of the same seeds at each rate: medians of the most, or those of one seed.
+
+    Where the other seeds ran at one rate alone, that is the seed that chose the rate.
+    """
+    medians = complete(losses_by_rate(found, arm))
+    return medians if len(medians) > 1 else losses(found, arm, TUNED) or medians
 
 
-def settled(grid: Mapping[float, list[float]]) -> float:
-    """Returns the rate with the lowest median loss of those that can be compared."""
-    medians = comparable(grid)
+def settled(found: Sequence[Record], arm: str) -> float:
+    """Returns the rate with the lowest loss of those that can be compared."""
+    medians = comparable(found, arm)
     return min(medians, key=medians.__getitem__)
 
 
@@ -252,14 +268,15 @@ def draw(figure: SubFigure, found: Sequence[Record], title: str) -> None:
         name: name.removeprefix(family) for family, names in groups.items() for name in names
     }
     order = list(dict.fromkeys(kinds.values()))
-    styles = [*zip("osv^D<>pX*", colormaps["tab10"].colors, strict=True)]
+    looks = [*zip("osv^D<>pX*", colormaps["tab10"].colors, strict=True)]
+    styles = [Style(*look, line) for line in ("-", "--", ":", "-.") for look in looks]
     style = {name: styles[order.index(kind) % len(styles)] for name, kind in kinds.items()}
     for ax, (family, names) in zip(axes, groups.items(), strict=False):
         names = sorted(names, key=lambda name: order.index(kinds[name]))
         draw_family(ax, found, {name: style[name] for name in names})
         # Above the panel: within, it covers lines.
         ax.legend(
-            title=family, fontsize="x-small", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1)
+            title=family, fontsize="x-small", ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1)
         )
     if count > len(groups):
         draw_accuracy(axes[len(groups)], found, style)
@@ -274,7 +291,7 @@ def families(names: Sequence[str]) -> dict[str, list[str]]:
     return groups
 
 
-def draw_family(axes: Axes, found: Sequence[Record], style: Mapping[str, tuple[str, Any]]) -> None:
+def draw_family(axes: Axes, found: Sequence[Record], style: Mapping[str, Style]) -> None:
     """Draws a line for each arm, and its seeds as points.
 
     The line goes through the medians where several rates were run from several seeds, else through
@@ -282,7 +299,7 @@ def draw_family(axes: Axes, found: Sequence[Record], style: Mapping[str, tuple[s
     runs leave it.
     """
     worst, tried = -math.inf, set()
-    for name, (marker, color) in style.items():
+    for name, (marker, color, dashes) in style.items():
         grid = losses_by_rate(found, name)
         medians = complete(grid)
         if len(medians) == 1 or max(map(len, grid.values())) == 1:
@@ -291,7 +308,7 @@ def draw_family(axes: Axes, found: Sequence[Record], style: Mapping[str, tuple[s
         worst = max([worst, *sorted(loss for _, loss in line)[:1]])
         tried.update(rate for rate, _ in line)
         axes.plot(*(zip(*line, strict=True) if line else [[], []]), marker=marker, color=color,
-                  label=name)  # fmt: skip
+                  linestyle=dashes, label=name)  # fmt: skip
         points = [(rate, loss) for rate, seen in grid.items() if len(seen) > 1 for loss in seen]
         points = [(rate, loss) for rate, loss in points if math.isfinite(loss)]
         axes.plot(*zip(*points, strict=True), ".", color=color, alpha=0.5) if points else None
@@ -302,17 +319,15 @@ def draw_family(axes: Axes, found: Sequence[Record], style: Mapping[str, tuple[s
         axes.set_ylim(top=worst + HEADROOM)
 
 
-def draw_accuracy(
-    axes: Axes, found: Sequence[Record], style: Mapping[str, tuple[str, Any]]
-) -> None:
+def draw_accuracy(axes: Axes, found: Sequence[Record], style: Mapping[str, Style]) -> None:
     """Draws test accuracies at the rate of the lowest median loss, and their median as a bar."""
     names = arm_names(found)
     for place, name in enumerate(names):
-        rate = settled(losses_by_rate(found, name))
+        rate = settled(found, name)
         runs = select(found, {"arm": name, "learning_rate": rate})
         shares = [100 * share for share in values(runs, "test_accuracy")]
         if shares:
-            axes.plot(shares, [place] * len(shares), "o", color=style[name][1], alpha=0.6)
+            axes.plot(shares, [place] * len(shares), "o", color=style[name].color, alpha=0.6)
             axes.plot(statistics.median(shares), place, "k|", markersize=18)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
@@ -341,7 +356,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     figure = Figure(figsize=(10, 4 * sum(heights)), layout="constrained")
     parts = figure.subfigures(len(groups), squeeze=False, height_ratios=heights)[:, 0]
     for part, (task, found) in zip(parts, groups.items(), strict=True):
-        title = ", ".join(f"{name} {value}" for name, value in json.loads(task).items())
+        shared = json.loads(task)
+        title = ", ".join(f"{name} {shared[name]}" for name in shared if name != "digest")
         say(f"{title}\n\n{tables(found)}\n")
         if args.against in (names := arm_names(found)):
             say(f"fresh seeds\n\n{fresh_table(found, names, args.against)}\n")

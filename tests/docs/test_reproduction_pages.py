@@ -115,13 +115,33 @@ def test_the_summary():
 def test_what_helps_and_what_costs():
     PAGE.says(f"learn {1 / CONSTANT:.1f} times as fast as the matrices")
     coins = {base: of_medians(SHORT, f"{base}+constant*mask", f"{base}+constant") for base in FOUR}
-    PAGE.says(f"cost a little: {coins['adam']:.2f} on Adam, {coins['rmsprop']:.1f} on RMSProp")
+    half, moe = runs("llama_40m", steps=750), runs("nano_moe", preset="paper")
+    shortest = sorted(differences(half, "adam+constant*mask", "adam+constant"))
+    PAGE.says(
+        f"cost a little: {coins['adam']:.2f} on Adam, {coins['rmsprop']:.1f} on RMSProp",
+        "{:.2f} and {:.2f} in runs half as long".format(*shortest),
+        f"about {of_medians(moe, 'adam+constant*mask', 'adam+constant'):.1f}",
+    )
+    for steps in (6000, 12000):
+        found = runs("llama_60m", steps=steps)
+        masked, constant = (of_seed_0(found, f"adam+constant{x}", 8e-3) for x in ("*mask", ""))
+        assert f"{masked - constant:.2f}" == "0.01"
     away = {
         base: max(map(abs, differences(SHORT, f"{base}+magma", f"{base}+constant*mask")))
         for base in FOUR
     }
     rest = max(gap for base, gap in away.items() if base != "rmsprop")
-    PAGE.says(f"the constant equals Magma to {rest:.2f} ({away['rmsprop']:.2f} on RMSProp")
+    PAGE.says(
+        f"the constant equals Magma to {rest:.2f} in the 40M Llama at 98M tokens "
+        f"({away['rmsprop']:.2f} on RMSProp"
+    )
+    tiny = runs("ablations_nano", size="nano", steps=600)
+    apart = [
+        differences(found, f"{base}+magma", f"{base}+constant*mask")
+        for found, base in ((moe, "adam"), (moe, "muon"), (tiny, "adam"))
+    ]
+    assert max(max(map(abs, gaps)) for gaps in apart) < 0.055
+    assert min(map(min, apart)) < -0.045 and max(map(max, apart)) > 0.035
     magma = best_losses(SHORT, "rmsprop+constant*mask").values()
     assert max(magma) - min(magma) > away["rmsprop"]
     constant = SUMMARY[0][3]
@@ -133,7 +153,7 @@ def test_the_constants_of_the_controls():
         f"multiplies attention and MLP updates by {CONSTANT}",
         f"updates of attention and MLP by about {CONSTANT} in the mean",
         f"have {CONSTANT} on every base",
-        "the runs of 49 M and 393 M tokens have it, and seed 3 of Muon+constant",
+        "the Llama's runs of 49 M and 393 M tokens have it, and seed 3 of its Muon+constant",
     )
     for decay, bases, beyond in ((0.9, "Adam, LaProp and RMSProp", 1), (0.95, "Muon", -1)):
         constant = mean_multiplier(decay)
