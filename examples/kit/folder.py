@@ -1,6 +1,7 @@
 """The folder of a run: claimed once, found again to go on, with the run's settings in it."""
 
 import contextlib
+import fcntl
 import importlib.metadata
 import itertools
 import json
@@ -8,7 +9,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from examples.kit.options import SettingsError
 
 RUNS = Path("runs")  # where fresh folders come
 SETTINGS = "settings.json"
+LOCK = "lock"
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -55,6 +57,28 @@ def claim(out: Path | None, resume: bool, name: str) -> Path:
         if not (out / metrics.FILE).exists():
             raise SettingsError(f"--out {out} is not the folder that host 0 sees; share one")
     return out
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keeps a run's folder to this run; a lock that the system drops however the process ends.
+
+    Raises:
+        SettingsError: If another process runs there.
+    """
+    with contextlib.ExitStack() as stack:
+        with hosts.together():
+            if jax.process_index() == 0:
+                file = stack.enter_context((folder / LOCK).open("a"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise SettingsError(
+                        f"a run still goes on in {folder}; wait for its end, or give another --out"
+                    ) from None
+                except OSError:  # a file system without locks
+                    pass
+        yield
 
 
 def create(out: Path | None, name: str) -> Path:

@@ -1,7 +1,8 @@
 """Optimizers by name, with Magma or SkipUpdate on the attention and MLP matrices."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -155,6 +156,21 @@ def rate_at(schedule: optax.Schedule, step: int) -> float:
     """Returns the learning rate after `step` steps, computed on its own beside the training."""
     with jax.transfer_guard("allow"):
         return float(schedule(step))
+
+
+@contextlib.contextmanager
+def refusals(config: OptimizerConfig) -> Iterator[None]:
+    """Says in one line what ``--lazy`` refuses when the optimizer first meets the parameters.
+
+    Raises:
+        SettingsError: In the place of Magma's ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not config.lazy:
+            raise
+        raise SettingsError(f"--{error}; that is: leave --lazy out") from None
 
 
 def describe(config: OptimizerConfig, blocks: Blocks, params: optax.Params) -> str:

@@ -54,6 +54,18 @@ def gradient(
     return Gradient(value, grads, aux)
 
 
+def total(losses: Callable[[Batch], Any], micros: Batch) -> Any:
+    """Sums what a function returns, one micro-batch at a time.
+
+    Args:
+        losses: From a micro-batch to numbers.
+        micros: The batch in N micro-batches, each array (N, B / N, ...).
+    """
+    if jax.tree.leaves(micros)[0].shape[0] == 1:
+        return losses(jax.tree.map(lambda x: x[0], micros))
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(losses, micros))
+
+
 def cut(batch: Batch, count: int) -> Batch:
     """Cuts a batch (B, ...) into `count` micro-batches, (count, B / count, ...)."""
     return {name: x.reshape(count, -1, *x.shape[1:]) for name, x in batch.items()}

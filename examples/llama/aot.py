@@ -99,7 +99,7 @@ def programs(
         return {name: tokens(*shape, place=place) for name in ("inputs", "targets")}
 
     count, rows = config.devices.accumulate, text.batch_size
-    micro = batch(count, rows // count, text.seq_len, place=layout.micro_rows)
+    micro = batch(count, rows // count, text.seq_len, place=layout.rows)
     key, temperature = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.replicated),
         jax.eval_shape(lambda: (jax.random.key(0), jnp.float32(1))),
@@ -116,7 +116,7 @@ def programs(
     return {
         "train step": ahead(train_step, params, opt_state, micro),
         "start": ahead(init),
-        "validation": ahead(valid_step, params, batch(rows, text.seq_len, place=layout.rows)),
+        "validation": ahead(valid_step, params, micro),
         "samples": ahead(
             sample, graphdef, params, prompt, key, length=text.seq_len, temperature=temperature
         ),

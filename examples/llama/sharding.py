@@ -56,8 +56,7 @@ class Layout:
 
     Attributes:
         mesh: The devices, with the axes `AXES`.
-        rows: Of a batch (B, T).
-        micro_rows: Of a batch cut into micro-batches (N, B / N, T).
+        rows: Of a batch cut into micro-batches (N, B / N, T).
         replicated: Of scalars, scores, coins' key and metrics.
         params: Like the parameters.
         opt_state: Like the optimizer's state: what is shaped like a parameter lies like it.
@@ -65,7 +64,6 @@ class Layout:
 
     mesh: Mesh
     rows: NamedSharding
-    micro_rows: NamedSharding
     replicated: NamedSharding
     params: optax.Params
     opt_state: optax.OptState
@@ -149,7 +147,6 @@ def make_layout(
     )
     return Layout(
         mesh,
-        NamedSharding(mesh, PartitionSpec(ROWS)),
         NamedSharding(mesh, PartitionSpec(None, ROWS)),
         replicated,
         shardings,
@@ -238,14 +235,14 @@ def reader(mesh: Mesh, count: int) -> tuple[int, int]:
     return shares.index(tuple(sorted(held[jax.process_index()]))), len(shares)
 
 
-def place(batch: Mapping[str, np.ndarray], layout: Layout) -> dict[str, Array]:
-    """Puts this host's rows (B / hosts, T) on its devices and returns the whole batch (B, T)."""
-    return {name: put(x, layout.rows) for name, x in batch.items()}
+def place(batch: Mapping[str, np.ndarray], layout: Layout, count: int) -> dict[str, Array]:
+    """Puts this host's rows (B / hosts, T) on its devices.
 
-
-def place_micro(batch: Mapping[str, np.ndarray], layout: Layout, count: int) -> dict[str, Array]:
-    """Does so for `count` micro-batches, (count, B / count, T); each has rows of every device."""
-    return {name: put(x, layout.micro_rows) for name, x in cut(batch, count).items()}
+    Returns:
+        The whole batch in `count` micro-batches, (count, B / count, T), each with rows of every
+        device.
+    """
+    return {name: put(x, layout.rows) for name, x in cut(batch, count).items()}
 
 
 def put(x: np.ndarray | np.generic, sharding: NamedSharding) -> Array:

@@ -16,7 +16,7 @@ from examples.kit import scores
 from examples.kit.loss import cross_entropy
 from examples.kit.optimizers import Blocks
 from examples.kit.paths import path_string
-from examples.kit.step import Batch, apply, gradient
+from examples.kit.step import Batch, apply, gradient, total
 from examples.llama import sharding
 from examples.llama.config import LlamaConfig
 from examples.llama.model import Llama
@@ -56,7 +56,7 @@ def make_functions(
         ``init() -> params, opt_state``; ``train_step(params, opt_state, batch) -> params,
         opt_state, metrics``, which takes micro-batches, int32 (N, B / N, T), and takes over the
         buffers of the first two; ``valid_step(params, batch) -> sum of losses, number of tokens``
-        of a batch, int32 (B, T).
+        of micro-batches, int32 (N, B / N, T).
     """
     graphdef, _ = abstract_model(config, seed)
     state = (layout.params, layout.opt_state)
@@ -84,7 +84,11 @@ def make_functions(
         now = {"loss": value, "grad_norm": optax.tree.norm(grads)}
         return params, opt_state, now | scores.summary(opt_state)
 
-    return init, train_step, jax.jit(loss, out_shardings=layout.replicated)
+    @jax.jit(out_shardings=layout.replicated)
+    def valid_step(params: optax.Params, batch: Batch) -> tuple[Array, Array]:
+        return total(functools.partial(loss, params), batch)
+
+    return init, train_step, valid_step
 
 
 def abstract_state(init: Callable, layout: sharding.Layout) -> tuple[optax.Params, optax.OptState]:

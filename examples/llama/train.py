@@ -31,7 +31,7 @@ from jax import Array
 from examples.kit import checkpoint, hosts, metrics, optimizers
 from examples.kit.console import print_error, print_warning, printable, say
 from examples.kit.data.load import Data, DataError
-from examples.kit.folder import claim, resume_command, write_settings
+from examples.kit.folder import claim, held, resume_command, write_settings
 from examples.kit.held_out import HeldOut
 from examples.kit.loss import perplexity
 from examples.kit.meter import Meter
@@ -41,6 +41,7 @@ from examples.kit.progress import open_bar, show
 from examples.llama import aot, sharding
 from examples.llama.options import CommandLine
 from examples.llama.sample import continuations
+from examples.llama.sharding import place
 from examples.llama.step import abstract_model, abstract_state, decays, layer_blocks, make_functions
 from examples.llama.train_config import TrainConfig
 
@@ -56,7 +57,8 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         argv: The options as typed, for the message that says how to go on.
 
     Returns:
-        The exit status: 0, or 128 + the signal's number after SIGTERM or SIGINT.
+        The exit status: 0, or 128 + the signal's number after SIGTERM or SIGINT, or 1 if the loss
+        is no longer a number.
 
     Raises:
         SettingsError, DataError, checkpoint.ConfigurationError, checkpoint.DamagedError: One-line
@@ -82,12 +84,13 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
 
     model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
     graphdef, shapes = abstract_model(model, text.seed)
-    layout = sharding.make_layout(mesh, model, tx, shapes)
+    with optimizers.refusals(config.optimizer):
+        layout = sharding.make_layout(mesh, model, tx, shapes)
     init, train_step, valid_step = make_functions(model, tx, text.seed, layout)
 
     def validate(params: optax.Params, limit: int | None = None) -> float:
         return held_out.validate(
-            lambda batch: valid_step(params, sharding.place(batch, layout)), limit
+            lambda batch: valid_step(params, place(batch, layout, config.devices.accumulate)), limit
         )
 
     parts = ["llama", config.preset, config.optimizer.name, config.optimizer.masking]
@@ -104,6 +107,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         stop = stack.enter_context(interrupts.StopSignal(lost, hosts.several()))
         stack.enter_context(jax.set_mesh(mesh))  # the model looks at it
         stack.enter_context(hosts.one_for_all())  # the last checkpoint may fail
+        stack.enter_context(held(folder))
         manager = stack.enter_context(checkpoint.open_manager(folder / "checkpoints"))
         stack.enter_context(hosts.one_for_all())  # and if a step does, it isn't waited for
 
@@ -112,6 +116,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         target = abstract_state(init, layout)
         restored = checkpoint.restore(manager, *target, batches, shares, settings)
         step, params, opt_state = restored or (0, *init())
+        begun, diverged = step, False
         with hosts.together():
             if step > steps:
                 raise SettingsError(
@@ -138,7 +143,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
 
         meter = Meter(text.batch_size * text.seq_len)
         while step < steps:
-            batch = sharding.place_micro(next(batches), layout, config.devices.accumulate)
+            batch = place(next(batches), layout, config.devices.accumulate)
             params, opt_state, now = train_step(params, opt_state, batch)
             meter.add(now)
             step += 1
@@ -149,6 +154,8 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
 
             if saving or validating or step % run.log_every == 0:
                 record = summary(*meter.take())
+                if diverged := not np.isfinite([record["loss"], record["grad_norm"]]).all():
+                    break  # before the last good checkpoint makes room for a bad one
                 record["learning_rate"] = optimizers.rate_at(learning_rate, step - 1)
                 if validating:
                     record["valid_loss"] = validate(params, None if last else run.eval_batches)
@@ -166,6 +173,16 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             if stopping:
                 break
 
+    if diverged:
+        if primary:
+            kept = max(checkpoint.complete(folder / "checkpoints"), default=0)
+            print_error(
+                f"after step {step}: loss {record['loss']:g}, gradient norm "
+                f"{record['grad_norm']:g}; stopped. "
+                + (f"{folder} keeps the checkpoint of step {kept}" if kept else "No checkpoint yet")
+                + ". A lower --learning-rate or --clip may help"
+            )
+        return 1
     if step < steps:
         number = stop.number or signal.SIGTERM
         if primary:
@@ -173,9 +190,10 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             say(f"{name}: stopped after step {step}; go on with: {again}")
         return 128 + number
     with jax.set_mesh(mesh):
-        loss = metrics.valid_loss(folder, step) if primary else None
+        # A run that was made shorter did not validate on all of it after its last step.
+        loss = metrics.valid_loss(folder, step) if primary and step > begun else None
         [loss, *_] = map(json.loads, hosts.gather(json.dumps(loss)))
-        if loss is None:  # a run that was made shorter
+        if loss is None:
             loss = validate(params)
         rows = continuations(
             graphdef,

@@ -3,6 +3,7 @@
 Also here is what an optimizer has to know of them: what decays, and how they are cut into blocks.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from flax import nnx
 from jax import Array
 
 from examples.kit.loss import cross_entropy
-from examples.kit.step import Batch, apply, cut, gradient
+from examples.kit.step import Batch, apply, cut, gradient, total
 from examples.nanomoe.config import NanoMoEConfig
 from examples.nanomoe.model import NanoMoE, router_loss
 
@@ -78,4 +79,8 @@ def make_functions(
         params, opt_state = apply(tx, grads, opt_state, params)
         return params, opt_state, now | {"grad_norm": optax.tree.norm(grads)}
 
-    return init, train_step, jax.jit(valid_loss)
+    @jax.jit
+    def valid_step(params: optax.Params, batch: Batch) -> tuple[Array, Array]:
+        return total(functools.partial(valid_loss, params), cut(batch, accumulate))
+
+    return init, train_step, valid_step

@@ -43,6 +43,10 @@ EVAL_BATCHES = 8  # of each validation but the last
 SHOWN = ("loss", "ppl", "lr", "busiest", "dropped", "align")  # beside the progress bar
 
 
+class DivergedError(Exception):
+    """The loss is no longer a number; the message says since when."""
+
+
 def train(config: TrainConfig, argv: Sequence[str]) -> None:
     """Runs the whole training.
 
@@ -52,6 +56,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
 
     Raises:
         SettingsError, DataError: One-line messages.
+        DivergedError: If the loss is no longer a number.
         OSError: If the run's folder can't be written.
     """
     text, steps = config.text, config.optimizer.steps
@@ -67,7 +72,8 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     def validate(params: optax.Params, limit: int | None) -> float:
         return held_out.validate(lambda batch: valid_step(params, jax.device_put(batch)), limit)
 
-    params, opt_state = init()
+    with optimizers.refusals(config.optimizer):
+        params, opt_state = init()
     total, active = count_parameters(params, model)
     out = create(config.out, folder_name(config))
     facts = {"name": data.name, "digest": data.digest}
@@ -85,11 +91,18 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
             params, opt_state, now = train_step(params, opt_state, jax.device_put(batch))
             meter.add(now)
             last = step == steps
-            if last or step % config.log_every == 0:
+            validating = last or step % config.eval_every == 0
+            if validating or step % config.log_every == 0:
                 record = summary(*meter.take())
+                if not np.isfinite([record["loss"], record["grad_norm"]]).all():
+                    raise DivergedError(
+                        f"after step {step}: loss {record['loss']:g}, gradient norm "
+                        f"{record['grad_norm']:g}; stopped. A lower --learning-rate or --clip may "
+                        "help"
+                    )
                 record["learning_rate"] = optimizers.rate_at(learning_rate, step - 1)
                 record |= alignment(opt_state)
-                if last or step % config.eval_every == 0:
+                if validating:
                     record["valid_loss"] = validate(params, None if last else EVAL_BATCHES)
                 log.write(step, record)
                 show(bar, step, record, SHOWN)
@@ -147,6 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingsError, DataError, OSError) as error:
         print_error(str(error))
         return 2
+    except DivergedError as error:
+        print_error(str(error))
+        return 1
     return 0
 
 

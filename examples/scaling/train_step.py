@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
         batches, losses = iter(data.train), []
         params, opt_state = init()
         for _ in range(steps):
-            batch = sharding.place_micro(next(batches), layout, config.devices.accumulate)
+            batch = sharding.place(next(batches), layout, config.devices.accumulate)
             params, opt_state, seen = train_step(params, opt_state, batch)
             losses.append(seen["loss"])
         whole, (params, opt_state, _) = milliseconds(

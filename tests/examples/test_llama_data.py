@@ -344,6 +344,13 @@ def test_hold_out_takes_whole_names_where_it_can():
     assert (train, valid) == (["x" * 95, "y" * 190], ["x" * 5, "y" * 10])
 
 
+def test_a_note_beside_a_large_text_is_not_all_that_is_held_out():
+    train, valid = hold_out({"text": ["x" * 1000], "note": ["y" * 20]})
+    assert (train, valid) == (["x" * 950, "y" * 19], ["x" * 50, "y"])
+    train, valid = hold_out({"text": ["x" * 1000], "note": ["y" * 30]})  # more than half of 5 %
+    assert (train, valid) == (["x" * 1000], ["y" * 30])
+
+
 def test_bytes_and_back(tmp_path):
     (tmp_path / "a.txt").write_text(text_of(0))
     loaded = load(tmp_path)

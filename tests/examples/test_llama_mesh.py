@@ -119,7 +119,7 @@ def initial():
         functions = make_functions(config, tx, SEED, layout)
         with jax.set_mesh(mesh):
             params, opt_state = functions[0]()
-            batch = sharding.place_micro(batches(1)[0], layout, 1)
+            batch = sharding.place(batches(1)[0], layout, 1)
             donated = (params, opt_state)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # JAX warns of donated buffers without a use
@@ -220,10 +220,10 @@ def run(mesh_sizes, explicit=False, accumulate=1, scan_layers=False, remat=False
     with jax.set_mesh(mesh):
         params, opt_state = init()
         for batch in batches(STEPS):
-            placed = sharding.place_micro(batch, layout, accumulate)
+            placed = sharding.place(batch, layout, accumulate)
             params, opt_state, now = train_step(params, opt_state, placed)
             losses.append(float(now["loss"]))
-        nll, count = valid_step(params, sharding.place(batch, layout))
+        nll, count = valid_step(params, placed)
     for leaf, place in zip(
         jax.tree.leaves((params, opt_state)),
         jax.tree.leaves((layout.params, layout.opt_state)),

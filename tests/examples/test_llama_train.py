@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 from flax import nnx
 from trainers import refusal, write_corpus
 
-from examples.kit import checkpoint, metrics, optimizers
+from examples.kit import checkpoint, folder, metrics, optimizers
 from examples.kit.folder import fresh_folder
 from examples.kit.loss import cross_entropy
 from examples.kit.optimizers import LEARNING_RATES, OptimizerConfig, assemble, direction, schedule
@@ -344,6 +345,47 @@ def test_a_folder_with_a_run_is_not_written_over(capsys, finished, corpus):
     assert "--resume" in message
     assert "--out" in message
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+
+
+def test_a_diverged_run_keeps_its_last_good_checkpoint(capsys, corpus, tmp_path):
+    out = tmp_path / "run"
+    wild = "--steps 40 --warmup 39 --checkpoint-every 2 --learning-rate 1e20".split()
+    assert train.main(options(corpus, out, *wild)) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    kept = max(checkpoint.complete(out / "checkpoints"))
+    assert "loss nan" in said and f"{out} keeps the checkpoint of step {kept}." in said
+    with checkpoint.open_manager(out / "checkpoints") as manager:
+        params = manager.restore(kept, args=ocp.args.Composite(params=ocp.args.StandardRestore()))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params["params"]))
+
+
+def test_two_runs_do_not_share_a_folder(capsys, finished, corpus):
+    out, more = finished
+    before = (out / metrics.FILE).read_bytes()
+    with folder.held(out):
+        assert "a run still goes on in" in error(capsys, options(corpus, out, *more, "--resume"))
+    assert (out / metrics.FILE).read_bytes() == before
+
+
+def test_a_run_made_shorter_is_validated_on_all_held_out_text(capsys, corpus, tmp_path):
+    losses = []
+    for out, steps in (("whole", "4"), ("cut", "8")):
+        argv = ["--warmup", "2", "--checkpoint-every", "4", "--eval-every", "4"]
+        argv += ["--eval-batches", "1", "--learning-rate", "1e-9"]
+        assert train.main(options(corpus, tmp_path / out, *argv, "--steps", steps)) == 0
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
+    capsys.readouterr()
+    for out in ("whole", "cut"):
+        argv += ["--steps", "4", "--resume"]
+        assert train.main(options(corpus, tmp_path / out, *argv)) == 0
+        printed = capsys.readouterr().out
+        losses.append(printed.partition("validation loss ")[2].split()[0])
+    assert losses[0] == losses[1]
+
+
+def test_a_base_with_nothing_to_leave_out_is_one_line(capsys, corpus, tmp_path):
+    argv = options(corpus, tmp_path / "run", "--optimizer", "laprop", "--lazy")
+    assert "leave --lazy out" in error(capsys, argv)
 
 
 def test_nothing_to_resume(capsys, corpus, tmp_path):

@@ -494,6 +494,31 @@ def finished(corpus, tmp_path_factory):
     return out
 
 
+def test_validation_has_its_own_interval(corpus, tmp_path):
+    options = "--preset tiny --steps 12 --warmup 2 --eval-every 3 --log-every 2"
+    out = tmp_path / "run"
+    assert train.main([*options.split(), "--data", str(corpus), "--out", str(out)]) == 0
+    records = metrics.read(out)
+    assert [r["step"] for r in records if "valid_loss" in r] == [3, 6, 9, 12]
+    assert [r["step"] for r in records] == [2, 3, 4, 6, 8, 9, 10, 12]
+
+
+def test_a_diverged_run_says_so(capsys, corpus, tmp_path):
+    options = "--preset tiny --steps 12 --warmup 11 --log-every 2 --learning-rate 1e20"
+    argv = [*options.split(), "--data", str(corpus), "--out", str(tmp_path / "run")]
+    assert train.main(argv) == 1
+    assert "loss nan" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_validation_in_parts_is_that_of_the_whole(corpus):
+    batch = next(load(str(corpus), seq_len=32, batch_size=8).valid())
+    sums = []
+    for count in (1, 4):
+        init, _, valid_step = make_functions(PRESETS["tiny"], optax.sgd(1.0), 0, count)
+        sums.append(valid_step(init()[0], batch))
+    np.testing.assert_allclose(*sums, rtol=1e-6)
+
+
 def test_a_short_run_learns_more_than_how_frequent_each_byte_is(finished, corpus):
     records = metrics.read(finished)
     entropy = load(str(corpus), seq_len=32, batch_size=8).unigram_entropy

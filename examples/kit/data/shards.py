@@ -112,7 +112,8 @@ def _read(shard: Path, skip: int = 0) -> Iterator[tuple[int, str]]:
         if kind:
             raise DataError(f"{where}: no gzip, but {kind}") from error
         raise DataError(
-            f"{where}: damaged gzip ({first_line(error)}); fetch the shard again"
+            f"{where}: damaged gzip ({first_line(error)}); fetch the shard again and start a new "
+            "run: one that began with the damaged shard goes on with no other"
         ) from error
     except OSError as error:
         raise DataError(f"{shard}: cannot be read ({first_line(error)})") from error

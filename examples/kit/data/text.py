@@ -93,7 +93,8 @@ def read_standard_library() -> tuple[str, dict[str, list[str]]]:
     the docstrings were cut from. A file's prose and code share its name.
 
     Returns:
-        What to call the texts, and the texts by name. Both depend on the Python version alone.
+        What to call the texts, and the texts by name. Both depend on the Python version and on the
+        options that this Python was built with, which one of its files lists.
 
     Raises:
         DataError: If this Python comes without sources.
@@ -124,8 +125,9 @@ def read_standard_library() -> tuple[str, dict[str, list[str]]]:
 def hold_out(groups: Mapping[str, list[str]]) -> tuple[list[str], list[str]]:
     """Splits texts into training and held-out ones.
 
-    About `HELD_OUT` of the characters are held out by whole names, chosen by a hash. Where no name
-    is small enough, as with a single file, the last `HELD_OUT` of every text is held out.
+    About `HELD_OUT` of the characters are held out by whole names, chosen by a hash. Where names
+    that are small enough make less than half of that, as with a single file or a note beside a
+    large one, the last `HELD_OUT` of every text is held out instead.
 
     Args:
         groups: Texts by name.
@@ -134,12 +136,14 @@ def hold_out(groups: Mapping[str, list[str]]) -> tuple[list[str], list[str]]:
         The training texts and the held-out texts.
     """
     sizes = {name: sum(map(len, texts)) for name, texts in groups.items()}
-    room = HELD_OUT * sum(sizes.values())
+    wanted = room = HELD_OUT * sum(sizes.values())
     held_out = set()
     for name in sorted(groups, key=_hash):
         if sizes[name] <= room:
             held_out.add(name)
             room -= sizes[name]
+    if room > wanted / 2:
+        held_out = set()
     train = [text for name, texts in groups.items() if name not in held_out for text in texts]
     if held_out:
         return train, [text for name in groups if name in held_out for text in groups[name]]
