@@ -28,7 +28,10 @@ from examples.paper.search import Record, best, losses, losses_by_seed, select
 
 FILES = ("llama_40m.jsonl", "llama_60m.jsonl")  # of one model: the data's vocabulary is small
 BASE = "adam"
-ARMS = ("adam+magma", "adam+constant", "adam+constant*mask", "c_adam")
+ARMS = (
+    *("adam+magma", "adam+constant", "adam+constant*mask", "c_adam"),
+    *("adam+constant@0.0693", "c_adam+constant@0.1386"),
+)
 
 
 class Point(NamedTuple):

@@ -123,6 +123,7 @@ def test_what_is_said_about_adam():
         f"same ratio on Adam, {above('c_adam+aligned@0.1386', SMOOTH)} on C-Adam",
         f"Over its mean it is {above('adam+aligned/mean@0.1386', 'adam+constant@0.1386')} above it",
         f"gains {min(ratio):.3f} to {max(ratio):.3f} on Adam",
+        f"At half that ratio, 0.0347, the loss is {above('adam+constant@0.0347', against)} higher",
         f"where it is {above('adam+previous@0.1386', 'adam+constant@0.1386')} above the constant",
     )
     assert min(behind) > -5e-5 and max(ahead) < 0.05
@@ -151,6 +152,59 @@ def test_what_is_said_about_muon():
     for arm in (narrow, wide):
         assert chosen(LLAMA, arm).loss > chosen(LLAMA, LOWEST).loss
     ADVICE.says(f"[gained {min(ratio):.3f} to {max(ratio):.3f} over Muon](beyond.md#on-muon)")
+
+
+# ---------------------------------------------------------------------------------------------
+# Longer runs
+
+
+LONG, LONGEST = (runs("llama_60m", steps=steps) for steps in (3000, 12000))
+LASTING = ("adam", "adam+constant", GROUPS["adam"][1], "c_adam", SMOOTH, "muon",
+           GROUPS["muon"][1], LOWEST)  # fmt: skip
+
+
+def test_the_table_of_longer_runs():
+    lines = []
+    for arm in LASTING:
+        short, long = chosen(LLAMA, arm), chosen(LONG, arm)
+        last = search.losses(LONGEST, arm).get(long.learning_rate)
+        cells = [f"`{arm}`", rate(short.learning_rate), f"{short.loss:.4f}"]
+        cells += [rate(long.learning_rate), "yes" if long.interior else "no", f"{long.loss:.4f}"]
+        lines.append(
+            f"| {' | '.join([*cells, f'{last:.4f}' if last else ''])} |".replace("|  |", "| |")
+        )
+    assert has_table(lines), "\n".join(lines)
+    assert {arm for arm in arms_of(LONG) if "@" in arm or "muon" in arm} <= set(LASTING)
+
+
+def test_what_is_said_about_longer_runs():
+    def differences(arm, against):
+        """How much lower the first is, at 98, 197 and 786 M tokens."""
+        at = chosen(LONG, arm).learning_rate, chosen(LONG, against).learning_rate
+        pairs = [(chosen(found, arm).loss, chosen(found, against).loss) for found in (LLAMA, LONG)]
+        if (last := search.losses(LONGEST, arm)) and (other := search.losses(LONGEST, against)):
+            pairs.append((last[at[0]], other[at[1]]))
+        return [against - mine for mine, against in pairs]
+
+    smooth = differences(SMOOTH, "adam")
+    ratio = differences(GROUPS["adam"][1], "adam+constant")
+    scored = differences(LOWEST, GROUPS["muon"][1])
+    muon = differences(GROUPS["muon"][1], "muon")
+    PAGE.says(
+        "below Adam by {:.3f} at 98 M tokens and {:.3f} at 197 M".format(*smooth),
+        f"ends {-smooth[2]:.3f} above it at 786 M",
+        "ratio by {:.3f} at 98 M tokens and {:.3f} at 197 M".format(*ratio),
+        f"{-ratio[2]:.3f} above it at 786 M",
+        f"{scored[0]:.3f} below the constant at 98 M tokens and {-scored[1]:.3f} above it at 197 M",
+        "below Muon by {:.3f} at 98 M tokens and {:.3f} at 197 M".format(*muon),
+        "below Adam up to step 2400 and above from step 3000 on",
+    )
+    courses = [
+        dict(search.select(LONGEST, {"arm": arm})[0]["results"]["valid_curve"])
+        for arm in (SMOOTH, "adam")
+    ]
+    for step, loss in courses[0].items():
+        assert (loss < courses[1][step]) == (step <= 2400)
 
 
 @pytest.mark.parametrize("steps", MIXTURES)

@@ -79,8 +79,7 @@ def test_what_lazy_steps_cost_is_recorded():
     small = {"part": "train", "base": "muon", "tree": "130m", "layers": "stacked"}
     bare, _, lazy = (timed(form, **small) for form in forms)
     assert f"went from {bare['optimizer_ms']:.1f} ms to {lazy['optimizer_ms']:.1f} ms" in page
-    assert f"took {bare['ms']:.1f} ms either way" in page
-    assert f"{lazy['ms']:.1f}" == f"{bare['ms']:.1f}"
+    assert f"tokens) went from {bare['ms']:.1f} ms to {lazy['ms']:.1f} ms" in page
     soap = {"part": "step", "base": "soap", "tree": "60m", "leaves": "12 stacked"}
     _, dense, lazy = (timed(form, **soap) for form in forms)
     assert f"{lazy['ratio']:.2f}, plain `with_magma` {dense['ratio']:.2f}" in page

@@ -19,15 +19,17 @@ from page_numbers import (
 
 from examples.kit import records
 from examples.paper import RESULTS, length
+from examples.paper.search import best
 
 PAGE = Page("reproduction.md")
 RATES = PAGE.rows("Twice as long", "arm | 5e-4 | 1e-3 | 2e-3 | 4e-3 | 8e-3 | 16e-3", 5)
 LONGER = PAGE.rows("Twice as long", "arm | best rate", 5)
 LONGEST = PAGE.rows(
-    "Four times as long again", "arm | rate | step 1200 | 3000 | 6000 | 9000 | 12,000", 6
+    "Four times as long again", "arm | rate | step 1200 | 3000 | 6000 | 9000 | 12,000", 8
 )
-LENGTHS = PAGE.rows("The gap against length", "arm | 49 M tokens", 4)
+LENGTHS = PAGE.rows("The gap against length", "arm | 49 M tokens", 6)
 
+OF_THE_PAPER = [arm for arm in length.ARMS if "@" not in arm]
 SHORT = three_seeds("llama_40m", steps=1500)
 LONG = runs("llama_60m", steps=3000)
 
@@ -116,9 +118,16 @@ def test_what_is_said_of_four_times_as_long_again():
     adam, magma = found["adam", 2e-3], found["adam+magma", 4e-3]
     constant = found["adam+constant", 8e-3]
     assert len(adam) == 20
-    PAGE.says("The constant stays lowest at every one of the 20 validations")
-    for step in adam:
-        assert min(found, key=lambda run: found[run][step]) == ("adam+constant", 8e-3)
+    lowest = {step: min(found, key=lambda run: found[run][step]) for step in adam}
+    quarter, cautious = ("adam+constant@0.0693", 32e-3), ("c_adam+constant@0.1386", 16e-3)
+    PAGE.says(
+        f"is lowest at {[*lowest.values()].count(('adam+constant', 8e-3))} of the 20 validations",
+        "from step 3000 on",
+        f"is lowest before, and ends {found[quarter][12000] - constant[12000]:.3f} above it",
+        f"Here it ends {found[cautious][12000] - adam[12000]:.3f} above Adam",
+    )
+    for step, run in lowest.items():
+        assert run == (quarter if step < 3000 else ("adam+constant", 8e-3))
     later = {step: adam[step] - magma[step] for step in adam if step >= 2400}
     assert max(later.values()) <= 0.001 < adam[1800] - magma[1800]
     PAGE.says(
@@ -136,7 +145,8 @@ def test_what_is_said_of_four_times_as_long_again():
     PAGE.says(f"as at 3000 steps ({min(gains):.3f} to {max(gains):.3f})")
     assert min(gains) < adam[12000] - constant[12000] < max(gains)
     tuned = {arm_of(row[0]): float(row[1]) for row in LONGER}
-    assert {*tuned.items(), ("adam+constant", 4e-3)} == {*found}
+    beyond = {(arm, best(LONG, arm).learning_rate) for arm, _ in found if "@" in arm}
+    assert {*tuned.items(), ("adam+constant", 4e-3)} | beyond == {*found}
 
 
 def lengths():
@@ -148,16 +158,17 @@ def lengths():
 def test_the_gaps_by_length():
     made = lengths()
     for title, *cells in LENGTHS:
-        points = [made.pop((arm_of(title), tokens)) for tokens in (49, 98, 196, 393, 786)]
-        for cell, point in zip(cells, points, strict=True):
-            same(cell, point.gaps)
-        assert [point.interior for point in points] == [True] * 3 + [False] * 2
+        for tokens, cell in zip((49, 98, 196, 393, 786), cells, strict=True):
+            point = made.pop((arm_of(title), tokens)) if cell else None
+            if point:
+                same(cell, point.gaps)
+                assert point.interior == (tokens < 393)
     assert not made
 
 
 def test_what_is_said_of_the_gaps_by_length():
     made, found = lengths(), runs("llama_40m", steps=750)
-    shortest = [losses(found, arm, made[arm, 49].rates[0]) for arm in length.ARMS]
+    shortest = [losses(found, arm, made[arm, 49].rates[0]) for arm in OF_THE_PAPER]
     shortest.append(best_losses(found, "adam"))
     away = max(max(by_seed.values()) - min(by_seed.values()) for by_seed in shortest)
     constant = [-made["adam+constant", tokens].gaps[0] for tokens in (393, 786)]
@@ -174,7 +185,7 @@ def test_what_is_said_of_the_gaps_by_length():
         f"the constant's from {-constant:.2f} to {-made['adam+constant', 393].gaps[0]:.2f}",
     )
     assert min(made["adam+magma", tokens].gaps[0] for tokens in (393, 786)) > 0
-    for arm in length.ARMS:  # not searched again
+    for arm in OF_THE_PAPER:  # not searched again
         assert made[arm, 393].rates == made[arm, 786].rates == made[arm, 196].rates
 
 
