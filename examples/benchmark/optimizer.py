@@ -248,6 +248,9 @@ ROWS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
 }
 
 
+DEFAULT = [part for part in ROWS if part != "alone"]  # which starts many processes
+
+
 def digits(value: float | int) -> float | int:
     """Returns a time or ratio with four digits, a number of bytes as it is."""
     return value if isinstance(value, int) else float(f"{value:.4g}")
@@ -268,7 +271,7 @@ def parser() -> Parser:
         description=__doc__.split("\n\n")[0],
     )
     add, count = parser.add_argument, whole(1)
-    add("--parts", nargs="+", choices=ROWS, default=[*ROWS], help="(all)")
+    add("--parts", nargs="+", choices=ROWS, default=DEFAULT, help="(all but alone)")
     add("--trees", nargs="+", choices=TREES, default=["1b"] if gpu else ["matrices"])
     add("--bases", nargs="+", choices=BASES, default=BASES[:4], help="(all but soap)")
     add("--forms", nargs="+", choices=FORMS, help="beside the bare base, in steps and train (all)")
