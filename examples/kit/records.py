@@ -1,5 +1,6 @@
 """One measured result, as one line of JSON with all that is needed to measure it again."""
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -69,14 +70,24 @@ def append(
       settings: what identifies the run (experiment, arm, learning rate, seed, sizes).
       results: what was measured. Non-finite numbers are written as strings.
       device: the device that another process computed on; else this process's own.
+
+    Raises:
+      OSError: it can't be written; the file is then as before.
     """
     record = {"settings": settings, "results": _finite(results), "provenance": provenance(device)}
     line = json.dumps(record, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:  # one write in append mode: lines of several writers don't mix
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    content = line.encode()
+    # One write in append mode: lines of several writers don't mix.
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            if file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(before)  # half a line would make the file unreadable
+            raise
     return record
 
 

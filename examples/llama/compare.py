@@ -32,7 +32,7 @@ from typing import Any
 from rich.live import Live
 from rich.table import Table
 
-from examples.kit.console import print_error, say
+from examples.kit.console import print_error, print_warning, say
 from examples.kit.data.load import DataError, load
 from examples.kit.figure import Figure
 from examples.kit.optimizers import LEARNING_RATES, MOMENTUM_DECAYS, direction
@@ -99,7 +99,7 @@ def make_parser() -> Parser:
 
 def names_of(args: argparse.Namespace) -> list[str]:
     """Returns the arms to compare, most urgent first."""
-    signs = FACTORS if args.tune_multiplier else [""]
+    signs = sorted(FACTORS, key=bool) if args.tune_multiplier else [""]  # the plain one first
     constants = [f"{args.optimizer}+constant{sign}" for sign in signs]
     return [args.optimizer, f"{args.optimizer}+magma", *constants, f"{args.optimizer}+skip"]
 
@@ -158,17 +158,21 @@ def watched(sweep: Sweep, names: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def conclude(sweep: Sweep, names: Sequence[str], folder: Path) -> None:
-    """Draws the curves, writes the verdict and prints it."""
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    task = sweep.task
-    report.draw(figure.subfigures(), sweep.records, f"{names[0]} on {data_name(task.data)}")
-    figure.savefig(folder / "curves.png", dpi=120)
-    found = verdict.judge(sweep.records, names[0])
-    (folder / "verdict.json").write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
+def conclude(sweep: Sweep, names: Sequence[str], seeds: int, folder: Path) -> None:
+    """Prints the verdict, writes it down and draws the curves."""
+    found = verdict.judge(sweep.records, names[0], names, seeds)
     say(f"\n{report.tables(sweep.records, names)}\n\n{verdict.table(found)}\n")
     say(f"runs, curves, verdict: {folder}")
     say(found.sentence)
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    mine = [record for record in sweep.records if record["settings"]["arm"] in names]
+    report.draw(figure.subfigures(), mine, f"{names[0]} on {data_name(sweep.task.data)}")
+    try:
+        text = json.dumps(dataclasses.asdict(found), indent=2) + "\n"
+        (folder / "verdict.json").write_text(text)
+        figure.savefig(folder / "curves.png", dpi=120)
+    except OSError as error:  # a full disk: the verdict has been said
+        print_warning(f"{folder} can't be written: {error}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with watched(sweep, names):
         status = execute(sweep, devices)
     if sweep.records:
-        conclude(sweep, names, folder)
+        conclude(sweep, names, args.seeds, folder)
     return status
 
 

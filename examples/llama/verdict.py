@@ -8,7 +8,16 @@ from typing import Any
 
 from scipy import stats
 
-from examples.paper.search import TUNED, Record, best, losses, losses_by_seed, select, valid_loss
+from examples.paper.search import (
+    TUNED,
+    Best,
+    Record,
+    best,
+    losses,
+    losses_by_seed,
+    select,
+    valid_loss,
+)
 
 CONFIDENCE = 0.95
 
@@ -61,14 +70,19 @@ class Verdict:
     sentence: str
 
 
-def judge(records: Sequence[Record], base: str) -> Verdict:
+def judge(
+    records: Sequence[Record], base: str, names: Sequence[str] | None = None, seeds: int = 0
+) -> Verdict:
     """Returns what the records of a comparison say.
 
     Args:
         records: Of one task.
         base: The optimizer's name; arms are called after it.
+        names: The arms that were asked for. There is no verdict before base, Magma and all of the
+            constants are tuned. By default those that have records.
+        seeds: How many fresh seeds were asked for.
     """
-    arms = list(dict.fromkeys(record["settings"]["arm"] for record in records))
+    arms = list(names or dict.fromkeys(record["settings"]["arm"] for record in records))
     found = {arm: best(records, arm, allow_edge=True) for arm in arms if losses(records, arm)}
     constants = [arm for arm in found if arm.startswith(f"{base}+constant")]
     constant = min(constants, key=lambda arm: found[arm].loss, default=f"{base}+constant")
@@ -84,8 +98,30 @@ def judge(records: Sequence[Record], base: str) -> Verdict:
         interior,
         constant,
         differences,
-        _sentence(base, constant, interior, diverged, differences),
+        _unfinished(records, arms, found, seeds)
+        or _sentence(base, constant, interior, diverged, differences),
     )
+
+
+def _unfinished(
+    records: Sequence[Record], arms: Sequence[str], found: Mapping[str, Best], seeds: int
+) -> str:
+    """Says what the verdict on Magma still waits for, or nothing."""
+    arms = [arm for arm in arms if not arm.endswith("+skip")]
+    if absent := [arm for arm in arms if arm not in found]:
+        return f"No verdict yet: {', '.join(absent)} has no run; repeat the command."
+    if edges := [arm for arm in arms if not found[arm].interior]:
+        return (
+            f"No verdict yet: the best learning rate of {', '.join(edges)} is the lowest or the "
+            "highest that was tried; repeat the command, with a larger --reach if it ended."
+        )
+    for arm in arms:
+        done = losses_by_seed(records, arm, found[arm].learning_rate).keys() - {TUNED}
+        if len(done) < seeds:
+            return (
+                f"No verdict yet: {arm} has {len(done)} of {seeds} fresh seeds; repeat the command."
+            )
+    return ""
 
 
 def _difference(
@@ -123,15 +159,10 @@ def _sentence(
     diverged: Sequence[str],
     differences: Sequence[Difference],
 ) -> str:
-    magma, control, _, against = differences
+    magma, control, skip, against = differences
     needed = (base, magma.arm, constant)
     if absent := [arm for arm in needed if arm not in interior]:
         return f"No verdict yet: {', '.join(absent)} has no run; repeat the command."
-    if edges := [arm for arm in needed if not interior[arm]]:
-        return (
-            f"No verdict yet: the best learning rate of {', '.join(edges)} is the lowest or the "
-            "highest that was tried; repeat the command, with a larger --reach if it ended."
-        )
     if unstable := [arm for arm in needed if arm in diverged]:
         return (
             f"No verdict: {', '.join(unstable)} diverged from a fresh seed at its best learning "
@@ -140,6 +171,15 @@ def _sentence(
     count = min(len(difference.by_seed) for difference in (magma, control, against))
     if count < 2:
         return f"No verdict: {count} fresh seed(s) say nothing of chance; use --seeds 3 or more."
+    said = _advice(base, magma, control, against, count)
+    if skip.sign < 0 and interior[skip.arm]:
+        return f"{said} SkipUpdate alone ends {_words(skip, base)}."
+    return said
+
+
+def _advice(
+    base: str, magma: Difference, control: Difference, against: Difference, count: int
+) -> str:
     from_base, from_constant = _words(magma, base), _words(against, "the constant")
     if against.sign < 0 and magma.sign < 0:
         return f"Use Magma: it ends {from_base} and {from_constant}."

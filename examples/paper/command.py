@@ -113,10 +113,10 @@ def conduct(
     if args.fixed_rate:
         parser.refuse_idle(args, "beside --fixed-rate", "centre", "reach")
     searches = searches_of(args, experiment.arms, names)
-    platform, devices = find_devices()
     try:
+        platform, devices = find_devices()
         task = make_task(args, platform)
-    except DataError as error:
+    except (DataError, SettingsError) as error:
         print_error(str(error))
         return 1
     out = args.out or out

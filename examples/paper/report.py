@@ -260,7 +260,8 @@ def draw(figure: SubFigure, found: Sequence[Record], title: str) -> None:
     """Draws validation loss over learning rate, a panel per base, and test accuracies."""
     groups = families(arm_names(found))
     count = panels(found)
-    figure.suptitle(textwrap.fill(title, 110), fontsize="small")
+    # Names of folders are no formulas.
+    figure.suptitle(textwrap.fill(title, 110), fontsize="small", parse_math=False)
     axes = figure.subplots(math.ceil(count / 2), min(2, count), squeeze=False).ravel()
     for ax in axes[count:]:
         ax.set_visible(False)

@@ -20,6 +20,7 @@ from typing import Any
 from examples.kit import console, records
 from examples.kit.console import print_error, say
 from examples.kit.interrupts import StopSignal
+from examples.kit.options import SettingsError
 from examples.paper.search import Record, Run, Search, missing_of_all, select
 from examples.paper.trainer import Task
 
@@ -278,9 +279,16 @@ def find_devices() -> tuple[str, list[dict[str, str]]]:
     """The platform, and for each device the environment in which a worker sees it alone.
 
     Another process looks, since JAX takes the memory of whatever it has seen.
+
+    Raises:
+        SettingsError: If there is none.
     """
     code = "import jax; print(jax.default_backend(), jax.local_device_count())"
-    answer = subprocess.check_output([sys.executable, "-c", code], text=True)
+    try:
+        answer = subprocess.check_output([sys.executable, "-c", code], text=True)
+    except subprocess.CalledProcessError:  # it has said why
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        raise SettingsError(f"JAX finds no devices (JAX_PLATFORMS={platforms!r})") from None
     platform, count = answer.split()[-2:]
     if platform != "gpu":  # one process: CPU runs share the cores anyway
         return platform, [{}]

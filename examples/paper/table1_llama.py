@@ -24,7 +24,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from examples.kit.options import Parser, whole
+from examples.kit.options import Parser, SettingsError, whole
 from examples.paper import RESULTS
 from examples.paper.arms import ARMS, BASES
 from examples.paper.beyond import Beyond
@@ -62,12 +62,18 @@ def make_task(args: argparse.Namespace, platform: str) -> Task:
 
     Raises:
         DataError: If the text can't be used.
+        SettingsError: If the micro-batches don't make up a batch.
     """
     recipe = STEPS[args.size]
+    rows = args.batch_size or recipe.batch_size
+    if rows % args.micro_batches:
+        raise SettingsError(
+            f"--micro-batches {args.micro_batches} does not cut --batch-size {rows}: give a divisor"
+        )
     return Task(
         args.size,
         steps=args.steps or recipe.steps,
-        batch_size=args.batch_size or recipe.batch_size,
+        batch_size=rows,
         seq_len=args.seq_len or recipe.seq_len,
         dtype=args.dtype or ("float32" if platform == "cpu" else "bfloat16"),
         data=args.data,

@@ -36,8 +36,8 @@ def find_cuts(
     candidates = candidate_leaves(tree, typed)
     selects = _selector(where)
     selected = {path: leaf for path, leaf in candidates.items() if selects(path, leaf)}
-    # With frozen leaves, whose gradients are None, those that `where` selects may all be frozen.
-    if candidates and not selected and not tree.frozen:
+    # In an update, all that `where` selects may be frozen: their gradients are None.
+    if candidates and not selected and not (typed and tree.frozen):
         raise ValueError(
             f"`where` selects none of the {len(candidates)} leaves; it saw {_some(candidates)}. "
             "Write a predicate (path, leaf) -> bool that fits these paths, or leave `where` out"

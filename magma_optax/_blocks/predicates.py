@@ -27,16 +27,21 @@ _SUFFIXES = frozenset("block layer module local global vision audio in out outpu
 # Components that hold none of the matrices, whatever is inside them. Manifold hyper-connections
 # ("mhc_attention") only mix residual streams.
 _OUTSIDE = frozenset(
-    "embed embedder embedding embeddings emb wte wpe router logit logits logitdense mhc".split()
+    "embed embedder embedding embeddings emb unembed unembedding wte wpe "
+    "router routing logit logits logitdense mhc".split()
 )
+_OF_ROUTERS = frozenset("expert experts moe top topk switch noisy".split())  # beside "gate"
 _NORM = frozenset("norm layernorm rmsnorm ln".split())
 # What else attention and MLP modules hold, of whatever rank where layers are stacked: biases and
 # scales of all kinds, attention sinks, the decay (A_log) and the convolutions of linear attention,
 # tables of relative or rotary positions.
 _INSIDE = _NORM | frozenset(
-    "bias biases scale scales alpha beta gamma lambda sink sinks log decay conv dwconv "
+    "bias biases offset scale scales alpha beta gamma lambda sink sinks log decay conv dwconv "
     "rel relative relpos rotary freq freqs".split()
 )
+# A parameter's own name that says bias: "b", "b1", "b_qkv", "bq", "fc1_b". LoRA's factor is "B" or
+# "lora_b", and MLA has matrices called "wkv_b" and "kv_b".
+_BIAS = re.compile(r"b\d*|b_\w+|b[qkvo]+|(?:fc|linear|dense|proj)\d*_b")
 
 
 def attention(path: str | Sequence[Any], leaf: Any = None) -> bool:
@@ -99,7 +104,10 @@ def _kind(path: str | Sequence[Any], leaf: Any) -> str | None:
             )
         path = path_string(path)
     kind, inside = None, set()
-    for name in re.split(r"[/.]", path):
+    names = re.split(r"[/.]", path)
+    if _BIAS.fullmatch(names[-1]):
+        return None
+    for name in names:
         words = [word.lower() for word in _WORD.findall(name)]
         if _is_outside(name, words):
             return None
@@ -127,8 +135,9 @@ def _is_outside(name: str, words: list[str]) -> bool:
 
 
 def _is_router(words: list[str]) -> bool:
-    """Tell "gate", "gate_weight", "shared_expert_gate", "MoEGate" from "gate_proj", "w_gate"."""
-    if words[-1:] in (["weight"], ["kernel"]):
+    """Tell "gate", "gate_weight", "shared_expert_gate", "TopKGate" from "gate_proj", "w_gate"."""
+    if words[-1:] in (["weight"], ["kernel"], ["network"]):
         words = words[:-1]
-    alone = len(words) == 1
-    return words[-1:] == ["gate"] and (alone or not {"expert", "experts", "moe"}.isdisjoint(words))
+    if words == ["gating"]:
+        return True
+    return words[-1:] == ["gate"] and (len(words) == 1 or not _OF_ROUTERS.isdisjoint(words))

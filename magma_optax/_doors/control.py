@@ -78,8 +78,9 @@ def control(
         and ``update``.
       TypeError: an argument of the wrong kind.
     """
-    closed_form = mean_multiplier(b1, survival_prob, temperature)
-    constant = closed_form if multiplier is None else multiplier
+    constant = multiplier
+    if constant is None:
+        constant = mean_multiplier(b1, survival_prob, temperature)
     check_number("multiplier", constant, lambda c: 0 <= c < math.inf, "0 or more", schedule=False)
     options = Options(where=where)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from trainers import refusal, write_corpus
@@ -77,6 +78,43 @@ def test_a_verdict_waits_for_interior_rates_and_runs():
     assert "no run" in verdict.judge([], "adam").sentence
 
 
+def test_a_verdict_waits_for_all_that_was_asked_for():
+    names = ["adam", "adam+magma", "adam+constant", "adam+constant/2", "adam+skip"]
+    found = runs({"adam+magma": shifted(0.2)})
+    assert "adam+constant/2 has no run" in verdict.judge(found, "adam", names, 3).sentence
+    names.remove("adam+constant/2")
+    assert "has 3 of 4 fresh seeds; repeat" in verdict.judge(found, "adam", names, 4).sentence
+    assert "Use Magma" in verdict.judge(found, "adam", names, 3).sentence
+    older = {"adam+magma": shifted(0.2), "adam+constant/2": [1.0, 1.0]}
+    old = runs(older, edge=["adam+constant/2"])
+    assert verdict.judge(old, "adam", names, 3) == verdict.judge(found, "adam", names, 3)
+
+
+def test_skip_update_is_named_where_it_gains():
+    changes = {"adam+magma": shifted(0.1), "adam+skip": shifted(0.5, 0.002)}
+    assert "SkipUpdate alone ends 0.500 below adam" in verdict.judge(runs(changes), "adam").sentence
+    assert "SkipUpdate" not in verdict.judge(runs(), "adam").sentence
+
+
+def test_the_verdict_is_said_on_a_full_disk(tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compare.Figure, "savefig", full)
+    task = SimpleNamespace(data="a_$_and_$5.txt")  # no formula
+    sweep = SimpleNamespace(records=runs(), task=task)
+    names = ["adam", "adam+magma", "adam+constant", "adam+skip"]
+    compare.conclude(sweep, names, 3, tmp_path)
+    printed = capsys.readouterr()
+    assert verdict.judge(runs(), "adam").sentence in printed.out
+    assert "No space left on device" in printed.err
+
+
+def test_the_plain_constant_is_tuned_first():
+    args = compare.make_parser().parse_args(["--tune-multiplier"])
+    assert compare.names_of(args)[2:6] == [f"adam+constant{x}" for x in ("", "/4", "/2", "*2")]
+
+
 def test_differences_are_paired_and_leave_out_the_seed_that_chose():
     found = verdict.judge(runs({"adam+magma": [1.0, 1.91, 1.92, 1.90]}), "adam")
     magma = found.differences[0]
@@ -132,7 +170,7 @@ def test_each_optimizer_has_the_arms():
         } <= compare.ARMS.keys()
     args = compare.make_parser().parse_args(["--optimizer", "muon", "--tune-multiplier"])
     assert compare.names_of(args) == [
-        "muon", "muon+magma", "muon+constant/4", "muon+constant/2", "muon+constant",
+        "muon", "muon+magma", "muon+constant", "muon+constant/4", "muon+constant/2",
         "muon+constant*2", "muon+skip",
     ]  # fmt: skip
 

@@ -41,6 +41,20 @@ def test_an_unfinished_line_of_a_killed_run_is_named(tmp_path):
         records.read(path)
 
 
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    records.append(path, {"arm": "a"}, {})
+    before = path.read_bytes()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        records.append(path, {"arm": "b"}, {})
+    assert path.read_bytes() == before
+
+
 def test_the_commit_is_marked_when_code_differs_but_not_for_results(tmp_path, monkeypatch):
     """In a repository of its own, laid out as this one."""
     monkeypatch.delenv("COMMIT", raising=False)

@@ -64,6 +64,15 @@ def test_a_traced_multiplier():
     np.testing.assert_array_equal(tuned["attn"]["q"], 0.75)
 
 
+def test_a_multiplier_that_is_injected():
+    make = optax.inject_hyperparams(control, static_args=("where",))
+    tx = make(multiplier=0.25, where=lambda path, leaf: path == "layers/0/mlp/up")
+    params = {"layers": [{"mlp": {"up": jnp.ones(3)}}], "head": jnp.ones(3)}
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates["layers"][0]["mlp"]["up"], 0.25)
+    np.testing.assert_array_equal(updates["head"], 1)
+
+
 def test_under_optax_masked():
     tx = optax.masked(control(0.5, where=attention_and_mlp), {"attn": True, "norm": False})
     np.testing.assert_array_equal(apply(tx)["attn"]["q"], 1.5)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from magma_optax import attention_and_mlp, magma, skip_update, stacked, with_magma
+from magma_optax import attention_and_mlp, control, magma, skip_update, stacked, with_magma
 
 PARAMS = {"layers": [{"w": jnp.ones((2, 3))}, {"w": jnp.ones((2, 3))}], "bias": jnp.ones(3)}
 ADAM = optax.adam(1e-2)
@@ -133,6 +133,14 @@ def test_where_that_selects_nothing_lists_what_it_saw(factory):
         factory(where=attention_and_mlp).init(PARAMS)
     with pytest.raises(ValueError, match="and 92 more"):
         factory(where=attention_and_mlp).init({f"p{n}": jnp.ones(1) for n in range(100)})
+
+
+@pytest.mark.parametrize("factory", [magma, wrapped, skip_update, control])
+def test_where_that_selects_nothing_beside_none_is_refused(factory):
+    """As in an Equinox module, whose functions and absent biases eqx.filter turns into None."""
+    params = {"layers": [{"weight": jnp.ones((2, 2)), "bias": None}], "activation": None}
+    with pytest.raises(ValueError, match="selects none of the 1 leaves"):
+        factory(where=attention_and_mlp).init(params)
 
 
 @pytest.mark.parametrize("factory", [magma, wrapped, skip_update])

@@ -399,3 +399,30 @@ def test_reads_key_paths_of_jax_so_that_it_builds_masks():
     params = {"mlp": {"up_proj": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "norm": jnp.ones(2)}
     mask = jax.tree_util.tree_map_with_path(attention_and_mlp, params)
     assert mask == {"mlp": {"up_proj": True, "bias": False}, "norm": False}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"layers/mlp/{name}" for name in ("b1", "b_up", "fc1_b", "linear/b")),
+        *(f"layers/attn/{name}" for name in ("bq", "b_q", "b_Q", "b_qkv", "bo")),
+        *(f"moe/{name}/kernel" for name in ("TopKGate_0", "switch_gate", "gating", "routing")),
+        *("moe/gating_network/kernel", "moe/experts/b1", "mlp/unembed/kernel"),
+        "mlp/layer_norm/offset",
+    ],
+)
+def test_biases_and_routers_by_other_names_are_out(path):
+    assert not attention_and_mlp(path, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"layers/attn/{name}" for name in ("wq_b/kernel", "wkv_b", "kv_b", "q_b_proj/kernel")),
+        *(f"layers/attn/q_proj/{name}" for name in ("lora_b", "lora_B", "B", "b/kernel")),
+        *(f"moe/experts/{name}" for name in ("w_gate", "gating_einsum", "gate_proj/kernel")),
+        "layers/mlp/bottleneck/kernel",
+    ],
+)
+def test_matrices_with_a_b_or_a_gate_in_their_names_are_in(path):
+    assert attention_and_mlp(path, jax.ShapeDtypeStruct((8, 16), jnp.float32))
