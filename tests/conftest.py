@@ -22,8 +22,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPA
 # Shared by these and by the workers of pytest-xdist. However quick a compilation was: many tests
 # compile the same programs.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
-# On some CPUs jaxlib 0.10.0 logs each program that it reads from the cache. That fills the pipe of a
-# process that is started by a test, which then waits for ever.
+# On some CPUs jaxlib 0.10.0 logs each program that it reads from the cache. That fills the pipe of
+# a process that a test starts, which then waits for ever.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
