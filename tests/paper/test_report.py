@@ -75,6 +75,29 @@ def test_more_seeds_choose_by_medians():
     assert "| 2 | 70.00" in report.rate_table(found, ["a"])
 
 
+def test_rates_are_compared_on_seeds_that_all_of_them_have():
+    found = [record("a", rate, loss) for rate, loss in [(1.0, 2.2), (2.0, 2.0), (4.0, 2.1)]]
+    found.append(record("a", 2.0, 2.5, seed=1))  # a harder seed, which ran at the best rate alone
+    line = report.rate_table(found, ["a"]).splitlines()[2]
+    assert line == "| a | 2.2000 (1) | 2.2500 (2) | 2.1000 (1) | 2 |"
+
+
+def test_a_result_says_how_many_runs_have_it():
+    found = [record("a", rate, 4.0, perplexity=54.0) for rate in (1.0, 4.0)]
+    found += [record("a", 2.0, 3.0, seed, perplexity=50.0 + seed) for seed in (0, 1)]
+    found.append(record("a", 2.0, math.inf, seed=2, perplexity=None))
+    assert "50.50 (50.00 to 51.00), 2 of 3 runs" in report.best_table(found, ["a"])
+
+
+def test_no_two_arms_of_a_panel_look_alike():
+    names = ["adam", *(f"adam+{n}" for n in range(24))]
+    figure = Figure()
+    report.draw(figure, [record(name, 1.0, 2.0) for name in names], "a $ and a $")
+    (axes,) = figure.axes
+    looks = {(x.get_marker(), x.get_color(), x.get_linestyle()) for x in axes.lines}
+    assert len(looks) == len(names)
+
+
 def test_the_figure_has_a_panel_for_each_base():
     names = ["soap", "adam", "muon", "adam+magma", "adam/p=0.5/tau=2", "muon+skip"]
     assert report.families(names) == {

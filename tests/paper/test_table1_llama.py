@@ -67,6 +67,18 @@ def make_task(folder):
     return table1_llama.make_task(parser.parse_args(["--data", str(folder)]), "cpu")
 
 
+def test_micro_batches_that_do_not_cut_a_batch_are_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(command, "find_devices", lambda: ("cpu", [{}]))
+    assert table1_llama.main(["--batch-size", "4", "--micro-batches", "3"]) == 1
+    assert "--micro-batches 3 does not cut --batch-size 4" in capsys.readouterr().err
+
+
+def test_no_device_is_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
+    assert table1_llama.main([]) == 1
+    assert "JAX finds no devices (JAX_PLATFORMS='nonsense')" in capsys.readouterr().err
+
+
 def test_folders_of_one_name_are_two_tasks(tmp_path):
     for place in ("mine", "yours"):
         (tmp_path / place / "corpus").mkdir(parents=True)
