@@ -40,6 +40,17 @@ def valid_loss(folder: Path, step: int) -> float | None:
     return losses[-1] if losses else None
 
 
+def diverged(step: int, record: dict[str, Any]) -> str:
+    """Says so where loss or gradient norm is no longer a number; else nothing."""
+    loss, norm = record["loss"], record["grad_norm"]
+    if np.isfinite([loss, norm]).all():
+        return ""
+    return (
+        f"after step {step}: loss {loss:g}, gradient norm {norm:g}; stopped. "
+        "A lower --learning-rate or --clip may help"
+    )
+
+
 class Metrics:
     """Appends records to a run's metrics.
 

@@ -33,7 +33,7 @@ from rich.live import Live
 from rich.table import Table
 
 from examples.kit.console import print_error, print_warning, say
-from examples.kit.data.load import DataError, load
+from examples.kit.data.error import DataError
 from examples.kit.figure import Figure
 from examples.kit.optimizers import LEARNING_RATES, MOMENTUM_DECAYS, direction
 from examples.kit.options import Parser, SettingsError, local_path, number, seconds, whole
@@ -45,6 +45,7 @@ from examples.paper.experiment import Experiment
 from examples.paper.runner import Sweep, execute, find_devices
 from examples.paper.search import RATIO, Search, summarise
 from examples.paper.tasks import llama as laboratory
+from examples.paper.tasks.text import read
 from magma_optax import attention_and_mlp, control, mean_multiplier
 
 OPTIMIZERS = [name for name in LEARNING_RATES if name != "adamw"]  # adam, without decay
@@ -125,13 +126,11 @@ def make_task(args: argparse.Namespace, platform: str) -> Task:
     Raises:
         DataError: If it can't be used.
     """
-    task = table1_llama.make_task(args, platform)
+    task = table1_llama.unread_task(args, platform)
     if args.steps is None and args.size == "nano":
         task = dataclasses.replace(task, steps=300)
-    # As one host: to ask JAX would start the accelerator, which the workers need.
-    data = load(
-        task.data, seq_len=task.seq_len, batch_size=task.batch_size, packing=task.packing,
-        process_index=0, process_count=1,
+    data = read(
+        task.data, seq_len=task.seq_len, batch_size=task.batch_size, packing=task.packing
     )  # fmt: skip
     say(data.name)
     return Task(**dataclasses.asdict(task) | {"digest": data.digest})

@@ -41,7 +41,6 @@ from examples.kit.progress import open_bar, show
 from examples.llama import aot, sharding
 from examples.llama.options import CommandLine
 from examples.llama.sample import continuations
-from examples.llama.sharding import place
 from examples.llama.step import abstract_model, abstract_state, decays, layer_blocks, make_functions
 from examples.llama.train_config import TrainConfig
 
@@ -88,10 +87,11 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         layout = sharding.make_layout(mesh, model, tx, shapes)
     init, train_step, valid_step = make_functions(model, tx, text.seed, layout)
 
+    def place(batch: Mapping[str, np.ndarray]) -> dict[str, Array]:
+        return sharding.place(batch, layout, config.devices.accumulate)
+
     def validate(params: optax.Params, limit: int | None = None) -> float:
-        return held_out.validate(
-            lambda batch: valid_step(params, place(batch, layout, config.devices.accumulate)), limit
-        )
+        return held_out.validate(lambda batch: valid_step(params, place(batch)), limit)
 
     parts = ["llama", config.preset, config.optimizer.name, config.optimizer.masking]
     folder = claim(run.out, run.resume, "-".join(part for part in parts if part != "none"))
@@ -116,7 +116,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         target = abstract_state(init, layout)
         restored = checkpoint.restore(manager, *target, batches, shares, settings)
         step, params, opt_state = restored or (0, *init())
-        begun, diverged = step, False
+        begun, diverged = step, ""
         with hosts.together():
             if step > steps:
                 raise SettingsError(
@@ -143,7 +143,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
 
         meter = Meter(text.batch_size * text.seq_len)
         while step < steps:
-            batch = place(next(batches), layout, config.devices.accumulate)
+            batch = place(next(batches))
             params, opt_state, now = train_step(params, opt_state, batch)
             meter.add(now)
             step += 1
@@ -154,7 +154,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
 
             if saving or validating or step % run.log_every == 0:
                 record = summary(*meter.take())
-                if diverged := not np.isfinite([record["loss"], record["grad_norm"]]).all():
+                if diverged := metrics.diverged(step, record):
                     break  # before the last good checkpoint makes room for a bad one
                 record["learning_rate"] = optimizers.rate_at(learning_rate, step - 1)
                 if validating:
@@ -176,12 +176,8 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
     if diverged:
         if primary:
             kept = max(checkpoint.complete(folder / "checkpoints"), default=0)
-            print_error(
-                f"after step {step}: loss {record['loss']:g}, gradient norm "
-                f"{record['grad_norm']:g}; stopped. "
-                + (f"{folder} keeps the checkpoint of step {kept}" if kept else "No checkpoint yet")
-                + ". A lower --learning-rate or --clip may help"
-            )
+            left = f"{folder} keeps the checkpoint of step {kept}" if kept else "no checkpoint yet"
+            print_error(f"{diverged}; {left}.")
         return 1
     if step < steps:
         number = stop.number or signal.SIGTERM

@@ -98,7 +98,7 @@ def judge(
         interior,
         constant,
         differences,
-        _unfinished(records, arms, found, seeds)
+        _unfinished(records, [base, f"{base}+magma", constant, *arms], found, seeds)
         or _sentence(base, constant, interior, diverged, differences),
     )
 
@@ -107,7 +107,7 @@ def _unfinished(
     records: Sequence[Record], arms: Sequence[str], found: Mapping[str, Best], seeds: int
 ) -> str:
     """Says what the verdict on Magma still waits for, or nothing."""
-    arms = [arm for arm in arms if not arm.endswith("+skip")]
+    arms = [arm for arm in dict.fromkeys(arms) if not arm.endswith("+skip")]
     if absent := [arm for arm in arms if arm not in found]:
         return f"No verdict yet: {', '.join(absent)} has no run; repeat the command."
     if edges := [arm for arm in arms if not found[arm].interior]:
@@ -160,10 +160,7 @@ def _sentence(
     differences: Sequence[Difference],
 ) -> str:
     magma, control, skip, against = differences
-    needed = (base, magma.arm, constant)
-    if absent := [arm for arm in needed if arm not in interior]:
-        return f"No verdict yet: {', '.join(absent)} has no run; repeat the command."
-    if unstable := [arm for arm in needed if arm in diverged]:
+    if unstable := [arm for arm in (base, magma.arm, constant) if arm in diverged]:
         return (
             f"No verdict: {', '.join(unstable)} diverged from a fresh seed at its best learning "
             "rate: it is too high to compare at; use more --steps, which warm up for longer."

@@ -94,12 +94,8 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
             validating = last or step % config.eval_every == 0
             if validating or step % config.log_every == 0:
                 record = summary(*meter.take())
-                if not np.isfinite([record["loss"], record["grad_norm"]]).all():
-                    raise DivergedError(
-                        f"after step {step}: loss {record['loss']:g}, gradient norm "
-                        f"{record['grad_norm']:g}; stopped. A lower --learning-rate or --clip may "
-                        "help"
-                    )
+                if diverged := metrics.diverged(step, record):
+                    raise DivergedError(diverged)
                 record["learning_rate"] = optimizers.rate_at(learning_rate, step - 1)
                 record |= alignment(opt_state)
                 if validating:

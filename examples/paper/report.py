@@ -137,7 +137,8 @@ def rate_table(found: Sequence[Record], names: Sequence[str]) -> str:
             f"{statistics.median(grid[rate]):.4f} ({len(grid[rate])})" if rate in grid else ""
             for rate in rates
         ]
-        rate, medians = settled(found, name), comparable(found, name)
+        medians = comparable(found, name)
+        rate = settled(medians)
         edge = "" if {rate / RATIO, rate * RATIO} <= medians.keys() else " **(edge)**"
         line = [name, *cells, f"{rate:g}{edge}"]
         if accuracy:
@@ -227,9 +228,8 @@ def comparable(found: Sequence[Record], arm: str) -> dict[float, float]:
     return medians if len(medians) > 1 else losses(found, arm, TUNED) or medians
 
 
-def settled(found: Sequence[Record], arm: str) -> float:
+def settled(medians: Mapping[float, float]) -> float:
     """Returns the rate with the lowest loss of those that can be compared."""
-    medians = comparable(found, arm)
     return min(medians, key=medians.__getitem__)
 
 
@@ -324,7 +324,7 @@ def draw_accuracy(axes: Axes, found: Sequence[Record], style: Mapping[str, Style
     """Draws test accuracies at the rate of the lowest median loss, and their median as a bar."""
     names = arm_names(found)
     for place, name in enumerate(names):
-        rate = settled(found, name)
+        rate = settled(comparable(found, name))
         runs = select(found, {"arm": name, "learning_rate": rate})
         shares = [100 * share for share in values(runs, "test_accuracy")]
         if shares:

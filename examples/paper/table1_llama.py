@@ -21,6 +21,7 @@ if __name__ == "__main__":
     interrupts.end_at_once()  # on Ctrl-C, also during the slow imports below
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -58,10 +59,19 @@ def add_task_options(parser: Parser) -> None:
 
 
 def make_task(args: argparse.Namespace, platform: str) -> Task:
-    """Fills in what the options leave to the size and the platform.
+    """Fills in what the options leave to the size and the platform, and reads the text.
 
     Raises:
         DataError: If the text can't be used.
+        SettingsError: If the micro-batches don't make up a batch.
+    """
+    return dataclasses.replace(unread_task(args, platform), digest=digest_of(args.data))
+
+
+def unread_task(args: argparse.Namespace, platform: str) -> Task:
+    """Returns the task without its text's digest.
+
+    Raises:
         SettingsError: If the micro-batches don't make up a batch.
     """
     recipe = STEPS[args.size]
@@ -80,7 +90,6 @@ def make_task(args: argparse.Namespace, platform: str) -> Task:
         packing=args.packing,
         micro_batches=args.micro_batches,
         validations=args.validations,
-        digest=digest_of(args.data),
     )
 
 

@@ -78,9 +78,8 @@ def control(
         and ``update``.
       TypeError: an argument of the wrong kind.
     """
-    constant = multiplier
-    if constant is None:
-        constant = mean_multiplier(b1, survival_prob, temperature)
+    given = multiplier is not None
+    constant = multiplier if given else mean_multiplier(b1, survival_prob, temperature)
     check_number("multiplier", constant, lambda c: 0 <= c < math.inf, "0 or more", schedule=False)
     options = Options(where=where)
 

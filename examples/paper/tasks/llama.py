@@ -13,10 +13,10 @@ from jax import Array
 
 from examples.kit.data.load import Data, load
 from examples.kit.loss import cross_entropy, perplexity
-from examples.kit.records import data_name
 from examples.kit.step import Batch, cut, gradient
 from examples.llama.config import PRESETS, RECIPES, LlamaConfig, Recipe
 from examples.llama.model import Llama
+from examples.paper.tasks.text import identified
 from examples.paper.trainer import Pass, stack
 
 # The paper's sizes, one that two GPUs sweep in minutes, and one for two CPU cores. The
@@ -64,10 +64,8 @@ class Task:
 
     def settings(self) -> dict[str, Any]:
         """Returns what a record says about the task: all that a run's outcome depends on."""
-        settings = dataclasses.asdict(self) | {"data": data_name(self.data)}
+        settings = identified(dataclasses.asdict(self))
         del settings["validations"]  # looking at a run doesn't change it
-        if not self.digest:
-            del settings["digest"]
         return {"experiment": "llama_c4"} | settings
 
     def open(self) -> "Problem":

@@ -11,11 +11,11 @@ from flax import nnx
 
 from examples.kit.data.load import Data, load
 from examples.kit.loss import perplexity
-from examples.kit.records import data_name
 from examples.kit.step import Batch, cut, gradient
 from examples.nanomoe.config import PRESETS
 from examples.nanomoe.model import NanoMoE, count_parameters
 from examples.nanomoe.step import make_losses
+from examples.paper.tasks.text import identified
 from examples.paper.trainer import Pass
 
 B2 = 0.95
@@ -51,9 +51,7 @@ class Task:
 
     def settings(self) -> dict[str, Any]:
         """Returns what a record says about the task: all that a run's outcome depends on."""
-        settings = dataclasses.asdict(self) | {"data": data_name(self.data)}
-        if not self.digest:
-            del settings["digest"]
+        settings = identified(dataclasses.asdict(self))
         decay = {"weight_decay": WEIGHT_DECAY, "clip": CLIP, "b2": B2}
         return {"experiment": "nano_moe"} | settings | decay
 

@@ -1,18 +1,36 @@
 """What identifies the text of a task."""
 
-from examples.kit.data.load import load
+from typing import Any
+
+from examples.kit.data.load import Data, load
+from examples.kit.records import data_name
+
+
+def read(data: str | None, **sizes: Any) -> Data:
+    """Reads a text as one host: to ask JAX would start the accelerator, which the workers need.
+
+    Args:
+        data: What `examples.kit.data.load` reads.
+        sizes: Other arguments of `load`.
+
+    Raises:
+        DataError: If it can't be used.
+    """
+    return load(data, **{"seq_len": 1, "batch_size": 1} | sizes, process_index=0, process_count=1)
 
 
 def digest_of(data: str | None) -> str:
     """Returns the text's `examples.kit.data.load.Data.digest`; "" for Python's own text.
 
-    Args:
-        data: What `examples.kit.data.load` reads.
-
     Raises:
         DataError: If it can't be used.
     """
-    if data is None:
-        return ""
-    # As one host: to ask JAX would start the accelerator, which the workers need.
-    return load(data, seq_len=1, batch_size=1, process_index=0, process_count=1).digest
+    return "" if data is None else read(data).digest
+
+
+def identified(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns a task's settings with the text's name instead of its path, and no empty digest."""
+    named = settings | {"data": data_name(settings["data"])}
+    if not named["digest"]:
+        del named["digest"]
+    return named
